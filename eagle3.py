@@ -1,0 +1,1803 @@
+# MIT License, see LICENSE.
+"""EAGLE-3 speculative decoding, training and serving, in one file of plain PyTorch.
+
+A large *target* model writes text one token per forward pass. A small *draft head* guesses the next few tokens from the target's own
+hidden states; the target then checks all the guesses in one pass and keeps the longest prefix that it would have written itself. The
+text is exactly the target's, and each target forward yields several tokens instead of one.
+
+    prompt --> target --------------------> next token (the root)
+                 | hidden states at 3 boundaries          |
+                 v                                        v
+            features [B,T,A*C] --fc--> [B,T,C] --+   embed [B,T,C]
+                 ^                               +--------+--> draft head --> tree of N tokens
+                 |                                                               |
+                 +------- one target forward verifies the whole tree <-----------+
+                          the accepted path + 1 bonus token are emitted
+
+Dimension key
+    B batch rows   T tokens in this forward   S KV-cache columns   N tree nodes, the root included
+    C hidden size  A captured boundaries (3)  H query heads        G KV heads   D head dim
+    V target vocabulary   Vd draft vocabulary   K training-time-test steps   L target layers
+
+Glossary
+    boundary b         the residual stream after b decoder layers: 0 the embedding, L the last layer before the final norm;
+                       transformers' hidden_states[b] for b < L
+    features           the hidden states at a FeatureLayout's boundaries, concatenated in ascending order
+    slot t             one input of the head: (features at t, token t+1); it predicts token t+2 and has rope position t
+    target / draft     also called verifier / speculator
+    round              draft, verify, accept, once
+    root               the newest token: emitted already, not yet in the target's KV cache
+    bonus token        the target's own token after the accepted path; every round emits it
+    acceptance length  tokens emitted per target forward, the bonus token included: 1.0 means that nothing was accepted
+    training-time test the head unrolled K steps on its own hidden states, as serving unrolls it (EAGLE-3, section 3.2)
+    d2t, t2d           checkpoint names: d2t[i] is an OFFSET (target id = i + d2t[i]); t2d is a bool MASK over the target vocabulary
+
+References: EAGLE-3 (Li, Wei, Zhang, Zhang, arXiv 2503.01840), EAGLE-2 (arXiv 2406.16858), official code github.com/SafeAILab/EAGLE.
+
+Contents
+    1. Feature layout
+    2. Configs
+    3. Transformer pieces
+    4. Target
+    5. Hidden-state hooks
+    6. Draft head
+    7. Training-time test
+    8. Draft tree
+    9. Verification
+    10. Engine
+    11. Checkpoints
+    12. Text
+    13. Training rows
+"""
+import hashlib
+import json
+import math
+import os
+import random
+import time
+import warnings
+from collections import Counter, deque
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# -----------------------------------------------------------------------------
+# 1. Feature layout
+# Which hidden states a head reads is a fact of the head. Three wrong ones are as wide as three right ones, so width proves nothing:
+# every place where features change hands compares layouts by name, and no flag skips that. Needs nothing.
+
+
+class LayoutMismatch(ValueError):
+    """Two sides mean different hidden states by 'the features'."""
+
+
+@dataclass(frozen=True)
+class FeatureLayout:
+    """The boundaries whose hidden states are concatenated into features, and the target that they are boundaries of.
+
+    FeatureLayout((0, 3, 31), hidden_size=7168, num_layers=61) prints as cat([embed, h.3, h.31]). Boundary b is the residual stream after
+    b decoder layers. Raises ValueError unless boundaries are strictly ascending within 0..num_layers.
+    """
+    boundaries: tuple[int, ...]
+    hidden_size: int
+    num_layers: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        b, last = self.boundaries, self.num_layers
+        if not b or any(x >= y for x, y in zip(b, b[1:])) or b[0] < 0 or b[-1] > last:
+            raise ValueError(f"boundaries must be strictly ascending, from 0 (or embed) to {last} (the target's layers): got {list(b)}")
+
+    @classmethod
+    def default(cls, hidden_size: int, num_layers: int) -> "FeatureLayout":
+        """The boundaries (2, L//2, L-3) that EAGLE, SGLang, vLLM and SpecForge capture by default (official: modeling_llama_kv.py)."""
+        if num_layers < 7:
+            raise ValueError(f"the default boundaries (2, L//2, L-3) need at least 7 layers: this target has {num_layers}; name them with --layers")
+        return cls((2, num_layers // 2, num_layers - 3), hidden_size, num_layers)
+
+    @classmethod
+    def parse(cls, text: str, hidden_size: int, num_layers: int) -> "FeatureLayout":
+        """'embed,3,31' -> boundaries (0, 3, 31)."""
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part == "embed" or part.isdecimal() for part in parts):
+            raise ValueError(f"--layers must be boundaries such as 2,15,27 or embed,3,31: got {text!r}")
+        return cls(tuple(0 if part == "embed" else int(part) for part in parts), hidden_size, num_layers)
+
+    @classmethod
+    def from_dict(cls, stored: dict) -> "FeatureLayout":
+        return cls(tuple(stored["boundaries"]), stored["hidden_size"], stored["num_layers"])
+
+    def to_dict(self) -> dict:
+        return {"boundaries": list(self.boundaries), "hidden_size": self.hidden_size, "num_layers": self.num_layers}
+
+    @property
+    def width(self) -> int:
+        return len(self.boundaries) * self.hidden_size
+
+    @property
+    def flag(self) -> str:
+        """The --layers text that states this layout."""
+        return ",".join("embed" if b == 0 else str(b) for b in self.boundaries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stored names, one tensor each: ('h.0', 'h.3', 'h.31')."""
+        return tuple(f"h.{b}" for b in self.boundaries)
+
+    def __str__(self) -> str:
+        return "cat([" + ", ".join("embed" if b == 0 else f"h.{b}" for b in self.boundaries) + "])"
+
+    def pack(self, captures: dict[int, Tensor]) -> Tensor:
+        """Captured hidden states {b: [..., C]} -> features [..., A*C]; raises LayoutMismatch if one is not there."""
+        missing = [b for b in self.boundaries if b not in captures]
+        if missing:
+            raise LayoutMismatch(f"features {self} need boundaries {missing}, but only {sorted(captures)} were captured")
+        return torch.cat([captures[b] for b in self.boundaries], dim=-1)
+
+    def require(self, other: "FeatureLayout", ours: str, theirs: str) -> None:
+        """Raise LayoutMismatch, with both sides and the way out, unless the two layouts are equal."""
+        if self == other:
+            return
+        if (self.hidden_size, self.num_layers) != (other.hidden_size, other.num_layers):
+            raise LayoutMismatch(
+                f"feature layouts differ: {ours} is for a target of {self.num_layers} layers and hidden size {self.hidden_size}, {theirs} for one "
+                f"of {other.num_layers} layers and hidden size {other.hidden_size}. Use the target that the head was trained for.")
+        name = lambda b: "nothing" if b is None else "embed" if b == 0 else f"h.{b}"
+        size = max(len(self.boundaries), len(other.boundaries))
+        pad = lambda b: b + (None,) * (size - len(b))
+        differences = [f"block {i} is {name(x)} against {name(y)}"
+                       for i, (x, y) in enumerate(zip(pad(self.boundaries), pad(other.boundaries))) if x != y]
+        alike = f" (both are {self.width} wide, so nothing else would notice)" if self.width == other.width else ""
+        raise LayoutMismatch(
+            f"feature layouts differ: {ours} is {self}, {theirs} is {other}: {', '.join(differences)}{alike}. "
+            f"Use --layers {self.flag} to match {ours} (or leave --layers out where the layout is carried), or train a head on {other.flag}.")
+
+    def require_stored(self, names, where: str) -> None:
+        """Raise LayoutMismatch unless every boundary that these features need is among the stored names."""
+        missing = [name for name in self.names if name not in names]
+        if missing:
+            raise LayoutMismatch(f"{where} does not hold {', '.join(missing)}, which features {self} need; it holds "
+                                 f"{', '.join(sorted(names))}. Extract again with --layers {self.flag}, or train on what is there.")
+
+
+# -----------------------------------------------------------------------------
+# 2. Configs
+# Facts of a checkpoint have no default: what a config.json does not say, or says in a way that this file does not implement, is refused
+# by name. Needs: 1.
+
+
+def config_value(config: dict, key: str):
+    if config.get(key) is None:
+        raise ValueError(f"config.json must state {key!r}: it is missing")
+    return config[key]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: base and scaling, from either of the two spellings in use (rope_scaling, rope_parameters)."""
+    theta: float
+    kind: str = "default"  # default | linear | llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+
+    KINDS = {"default": (), "linear": ("factor",),
+             "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+
+    @classmethod
+    def from_json(cls, config: dict) -> "RopeConfig":
+        """Read config.json's rope; raises ValueError for an unknown type or key, or where the two spellings contradict each other."""
+        old, new = config.get("rope_scaling"), config.get("rope_parameters")
+        theta = config.get("rope_theta")
+        found = [cls._read(spelling, theta) for spelling in (old, new) if spelling] or [cls._read({}, theta)]
+        if old and new and found[0] != found[1]:
+            raise ValueError(f"config.json contradicts itself: rope_scaling says {found[0]}, rope_parameters says {found[1]}")
+        if config.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"partial_rotary_factor {config['partial_rotary_factor']} is not supported (only 1.0 is)")
+        return found[-1]
+
+    @classmethod
+    def _read(cls, spelling: dict, theta: float | None) -> "RopeConfig":
+        spelling = dict(spelling)
+        kind = spelling.pop("rope_type", spelling.pop("type", "default"))
+        spelling.pop("type", None)
+        inner = spelling.pop("rope_theta", None)
+        if theta is not None and inner is not None and theta != inner:
+            raise ValueError(f"config.json contradicts itself: rope_theta is {theta} and {inner}")
+        theta = 10000.0 if theta is None and inner is None else theta if inner is None else inner  # 10000: transformers' default
+        if kind not in cls.KINDS:
+            raise ValueError(f"rope type {kind!r} is not supported (supported: {', '.join(cls.KINDS)})")
+        if spelling.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor other than 1.0 is not supported")
+        if set(spelling) != set(cls.KINDS[kind]):
+            raise ValueError(f"rope type {kind!r} takes {list(cls.KINDS[kind])}: config.json has {sorted(spelling)}")
+        return cls(float(theta), kind, **spelling)
+
+    def to_json(self) -> dict:
+        """Both spellings, for every reader."""
+        own = {key: getattr(self, key) for key in self.KINDS[self.kind]}
+        return {"rope_theta": self.theta, "rope_scaling": None if self.kind == "default" else {"rope_type": self.kind, **own},
+                "rope_parameters": {"rope_type": self.kind, "rope_theta": self.theta, **own}}
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Radians per position of each rotated pair: [D/2], fp32 (as transformers computes them)."""
+        frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
+        if self.kind == "linear":
+            frequencies = frequencies / self.factor
+        if self.kind == "llama3":  # long wavelengths are stretched by factor, short ones kept, those between interpolated
+            wavelength = 2 * math.pi / frequencies
+            low = self.original_max_position_embeddings / self.low_freq_factor
+            high = self.original_max_position_embeddings / self.high_freq_factor
+            smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
+            frequencies = torch.where(wavelength > low, frequencies / self.factor, torch.where(wavelength < high, frequencies, between))
+        return frequencies
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A dense target's facts, from a Hugging Face config.json (Llama, Qwen2/2.5, Qwen3)."""
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]  # the union of config.json's and generation_config.json's
+    dtype: str                      # as stored, such as "bfloat16"
+
+    ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads: got {self.num_heads} and {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rope: got {self.head_dim}")
+
+    @classmethod
+    def from_json(cls, config: dict, generation_config: dict | None = None) -> "TargetConfig":
+        """Raises ValueError, naming it, for an architecture, activation, rope or attention that is not implemented here."""
+        architecture = (config.get("architectures") or ["none stated"])[0]
+        if architecture not in cls.ARCHITECTURES:
+            raise ValueError(f"architecture {architecture!r} is not supported (supported: {', '.join(cls.ARCHITECTURES)})")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"activation {config['hidden_act']!r} is not supported (only silu is)")
+        if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+            raise ValueError("sliding-window attention is not supported: the config turns it on (use_sliding_window or layer_types)")
+        if config.get("quantization_config"):
+            raise ValueError("quantised weights (quantization_config) are not supported")
+        eos = [c.get("eos_token_id") for c in (config, generation_config or {})]
+        eos_ids = sorted({i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])})
+        bias = bool(config.get("attention_bias", False))
+        heads = config_value(config, "num_attention_heads")
+        return cls(
+            architecture=architecture, hidden_size=config_value(config, "hidden_size"), intermediate_size=config_value(config, "intermediate_size"),
+            num_layers=config_value(config, "num_hidden_layers"), num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config_value(config, "hidden_size") // heads, vocab_size=config_value(config, "vocab_size"),
+            rms_norm_eps=config_value(config, "rms_norm_eps"), rope=RopeConfig.from_json(config),
+            max_position_embeddings=config_value(config, "max_position_embeddings"), tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bias or architecture == "Qwen2ForCausalLM", o_bias=bias and architecture != "Qwen2ForCausalLM",
+            mlp_bias=bool(config.get("mlp_bias", False)), qk_norm=architecture == "Qwen3ForCausalLM",
+            eos_token_ids=tuple(eos_ids), dtype=config.get("torch_dtype") or config.get("dtype") or "float32")
+
+    def to_json(self) -> dict:
+        """A config.json that from_json and transformers read back."""
+        return {"architectures": [self.architecture], "model_type": self.architecture.removesuffix("ForCausalLM").lower(), "hidden_act": "silu",
+                "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size, "num_hidden_layers": self.num_layers,
+                "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim,
+                "vocab_size": self.vocab_size, "rms_norm_eps": self.rms_norm_eps, "max_position_embeddings": self.max_position_embeddings,
+                "tie_word_embeddings": self.tie_word_embeddings, "attention_bias": self.o_bias, "mlp_bias": self.mlp_bias,
+                "eos_token_id": list(self.eos_token_ids) or None, "torch_dtype": self.dtype, **self.rope.to_json()}
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft head's facts. The four flags have the official head's values as defaults (facts of EAGLE-3.1 and the speculators variants)."""
+    layout: FeatureLayout          # which hidden states of which target
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int                # the target's
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig               # the head's own, always written out: as trained
+    max_position_embeddings: int
+    fc_norm: bool = False               # RMSNorm each boundary's features before fc
+    norm_before_fc: bool = False        # RMSNorm the concatenated features before fc
+    norm_before_residual: bool = False  # the residual is the normed feature
+    norm_output: bool = False           # feed back the normed hidden state instead of the raw one
+
+    FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+
+    def __post_init__(self):
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other: both norm the features before fc")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size must be within 1..{self.vocab_size} (the target's vocabulary): got {self.draft_vocab_size}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"the head's num_heads must be a multiple of num_kv_heads: got {self.num_heads} and {self.num_kv_heads}")
+
+    @classmethod
+    def for_target(cls, target: TargetConfig, layout: FeatureLayout, draft_vocab_size: int, **changes) -> "DraftConfig":
+        """The default head for a target: its sizes and rope base, no rope scaling (DESIGN: the head's rope is its own)."""
+        layout.require(FeatureLayout(layout.boundaries, target.hidden_size, target.num_layers), "the head's layout", "the target's")
+        own = dict(hidden_size=target.hidden_size, intermediate_size=target.intermediate_size, num_heads=target.num_heads,
+                   num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size,
+                   rms_norm_eps=target.rms_norm_eps, rope=RopeConfig(target.rope.theta), max_position_embeddings=target.max_position_embeddings)
+        return cls(layout=layout, **{**own, **changes})
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How much to draft, in SGLang's meaning: num_draft_tokens counts the nodes that one target forward verifies, the root included.
+
+    Raises ValueError for what cannot be; nothing is ever adjusted in silence.
+    """
+    num_steps: int         # depth of the tree: consecutive guesses
+    topk: int              # children per node (1 = a chain)
+    num_draft_tokens: int  # nodes verified, the root included
+
+    def __post_init__(self):
+        steps, topk, nodes = self.num_steps, self.topk, self.num_draft_tokens
+        if min(steps, topk) < 1 or nodes < 2:
+            raise ValueError(f"num_steps and topk must be at least 1 and num_draft_tokens at least 2 (root + one guess): got {self}")
+        if topk == 1 and nodes != steps + 1:
+            wide = next(k for k in range(2, nodes + 1) if k + (steps - 1) * k * k >= nodes - 1)
+            raise ValueError(
+                f"num_steps={steps}, topk=1, num_draft_tokens={nodes} contradict each other: with topk 1 the draft is a chain of {steps} guess"
+                f"{'es' if steps > 1 else ''} and the root, {steps + 1} nodes. Either verify those: --num-draft-tokens {steps + 1}; or draft a longer "
+                f"chain: --num-steps {nodes - 1}; or a tree: --draft-topk {wide} or more.")
+        largest = topk + (steps - 1) * topk * topk
+        if nodes - 1 > largest:
+            raise ValueError(f"num_draft_tokens={nodes} asks for {nodes - 1} drafted nodes, but num_steps={steps} and topk={topk} draft at most "
+                             f"{largest} (topk + (num_steps-1) * topk^2): use --num-draft-tokens {largest + 1} or less, or more steps or topk")
+
+    @property
+    def ceiling(self) -> int:
+        """The acceptance length of a perfect head."""
+        return min(self.num_steps, self.num_draft_tokens - 1) + 1
+
+    def __str__(self) -> str:
+        return f"num_steps={self.num_steps}, topk={self.topk}, num_draft_tokens={self.num_draft_tokens} (ceiling {self.ceiling} tokens per target forward)"
+
+
+# -----------------------------------------------------------------------------
+# 3. Transformer pieces
+# Shared by target and head, training and serving. A layer does not know where its keys and values live: it hands q, k, v to a context,
+# and the three contexts (whole rows, KV cache, training-time test) are the only places that differ. Needs nothing.
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision for norms, softmax and losses: fp32, or fp64 where the model is fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(wide_dtype(x.dtype))
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Rope(NamedTuple):
+    """cos and sin at each token's position, [B,T,1,D/2] in fp32: computed once per forward, so there is no table to outgrow."""
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, frequencies: Tensor) -> "Rope":  # [B,T], [D/2]
+        assert frequencies.dtype in (torch.float32, torch.float64), "rope needs its frequencies in fp32: load in the wanted dtype, do not cast"
+        angles = positions[..., None, None] * frequencies
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (i, i + D/2) of x [B,T,heads,D]: the two-halves convention of Hugging Face checkpoints."""
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
+    """Softmax attention with grouped KV heads: q [B,T,H,D], k [B,G,S,D], v [B,G,S,D], visible [B,T,S] bool -> [B,T,H,D].
+
+    visible None means that query t sees keys 0..t (S == T), which a fused kernel does without T x T memory. Otherwise grouped matmul,
+    softmax, matmul: no key is copied per query head.
+    """
+    B, T, H, D = q.shape
+    G, S = k.shape[1], k.shape[2]
+    if visible is None:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=G != H).transpose(1, 2)
+    q = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D)
+    scores = (q @ k.transpose(-1, -2)).view(B, G, H // G, T, S).to(wide_dtype(q.dtype)) * D ** -0.5
+    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1).to(v.dtype)
+    out = (weights.view(B, G, H // G * T, S) @ v).view(B, G, H // G, T, v.shape[-1])
+    return out.permute(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[-1])
+
+
+class RowContext:
+    """Whole rows, nothing cached: token t sees tokens 0..t. Right padding is never seen by what is left of it."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
+        return attention(q, k.transpose(1, 2), v.transpose(1, 2))
+
+
+class KVCache:
+    """Preallocated keys and values, one [B,G,S,D] tensor per layer. The caller keeps the lengths: columns behind a row's length are free."""
+
+    def __init__(self, num_layers: int, batch: int, num_heads: int, length: int, head_dim: int, dtype: torch.dtype, device="cpu"):
+        new = lambda: [torch.zeros(batch, num_heads, length, head_dim, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys, self.values = new(), new()
+
+    def row(self, slot: int) -> "KVCache":
+        """One row as a batch of its own, on the same memory."""
+        view = object.__new__(KVCache)
+        view.keys, view.values = [k[slot:slot + 1] for k in self.keys], [v[slot:slot + 1] for v in self.values]
+        return view
+
+    def keep(self, lengths: Tensor, path: Tensor) -> None:
+        """Move the columns lengths + path (accepted tree nodes, [B,P]) to lengths + 0..P-1, so that the row is dense again."""
+        rows = torch.arange(len(path), device=path.device)[:, None]
+        source = lengths[:, None] + path
+        into = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+        for cached in (*self.keys, *self.values):
+            cached[rows, :, into] = cached[rows, :, source]
+
+
+class CacheContext:
+    """T new tokens behind each row's cached prefix.
+
+    Row b's tokens see its columns 0..lengths[b]-1, and of the W columns behind those the ones that block [B,T,W] allows. They are written to
+    the last T of the W columns. Without a block W = T and token t sees tokens 0..t (a chain or a prefill). With a tree's ancestor mask this
+    is tree attention; with W > T the tokens follow W - T nodes that earlier calls wrote (a tree grown level by level).
+    reach: columns read, at least max(lengths) + W.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Tensor, num_tokens: int, reach: int, block: Tensor | None = None):
+        self.cache, self.reach = cache, reach
+        width = num_tokens if block is None else block.shape[-1]
+        device = lengths.device
+        self.rows = torch.arange(len(lengths), device=device)[:, None]
+        self.columns = lengths[:, None] + torch.arange(width - num_tokens, width, device=device)  # [B,T]
+        column = torch.arange(reach, device=device)
+        if block is None:
+            self.visible = column <= self.columns[..., None]
+        else:
+            offset = (column - lengths[:, None])[:, None].expand(-1, num_tokens, -1)  # [B,T,S]: column within the block
+            inside = (offset >= 0) & (offset < width)
+            self.visible = (offset < 0) | inside & block.gather(2, offset.clamp(0, width - 1))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.rows, :, self.columns] = k
+        values[self.rows, :, self.columns] = v
+        return attention(q, keys[:, :, :self.reach], values[:, :, :self.reach], self.visible)
+
+
+class Attention(nn.Module):
+    """Projections, optional per-head q/k norm, rope; the context does the rest. in_size is C, or 2C in the draft head."""
+
+    def __init__(self, in_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int,
+                 qkv_bias: bool = False, o_bias: bool = False, qk_norm_eps: float | None = None):
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(in_size, num_heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+        self.q_norm, self.k_norm = (nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor, rope: Rope, attend) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = (proj(x).view(B, T, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = attend(rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k)), v)
+        return self.o_proj(out.reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# -----------------------------------------------------------------------------
+# 4. Target
+# The large model, reduced to what speculation needs: one forward that serves whole rows, prefill, a plain step and tree verification, and
+# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 1, 2, 3.
+
+
+class TargetLayer(nn.Module):
+    def __init__(self, config: TargetConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+                                   config.qkv_bias, config.o_bias, config.rms_norm_eps if config.qk_norm else None)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, x: Tensor, rope: Rope, attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TargetOutput(NamedTuple):
+    last: Tensor                 # [B,T,C] boundary L, before the final norm: Target.logits turns it into logits
+    captures: dict[int, Tensor]  # boundary -> [B,T,C]
+
+
+class Target(nn.Module):
+    """A dense decoder (Llama, Qwen2/2.5, Qwen3). Parameter names are Hugging Face's, without the leading 'model.'."""
+
+    def __init__(self, config: TargetConfig):
+        super().__init__()
+        self.config = config
+        self.fingerprint: dict | None = None  # set by load_target
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TargetLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("rope_frequencies", config.rope.frequencies(config.head_dim), persistent=False)
+
+    def forward(self, tokens: Tensor, context=None, positions: Tensor | None = None, boundaries: tuple[int, ...] = ()) -> TargetOutput:
+        """tokens [B,T], positions [B,T] (default 0..T-1) -> the last hidden states, and those at the boundaries asked for."""
+        context = context or RowContext()
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand_as(tokens)
+        rope = Rope.at(positions, self.rope_frequencies)
+        x, captures = self.embed_tokens(tokens), {}
+        for index, layer in enumerate(self.layers):
+            if index in boundaries:
+                captures[index] = x
+            x = layer(x, rope, partial(context.attend, index))
+        if len(self.layers) in boundaries:
+            captures[len(self.layers)] = x
+        return TargetOutput(x, captures)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[..., C] -> [..., V]."""
+        return self.lm_head(self.norm(last))
+
+
+@dataclass
+class TargetEnds:
+    """What a head needs of a target when the layers are someone else's (a transformers model): its two ends, and what it is."""
+    config: TargetConfig
+    embed_tokens: nn.Module
+    norm: nn.Module
+    lm_head: nn.Module
+    fingerprint: dict | None = None
+
+    def logits(self, last: Tensor) -> Tensor:
+        return self.lm_head(self.norm(last))
+
+
+# -----------------------------------------------------------------------------
+# 5. Hidden-state hooks
+# For targets that are somebody else's nn.Module (a transformers model). Hooks registered on a compiled module capture nothing, in silence,
+# so that is refused, and so is a boundary that was not captured exactly once per forward. Needs: 1.
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The one ModuleList of num_layers decoder layers in a model; raises ValueError when there is none, or more than one."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers
+             and name.split(".")[-1] in ("layers", "h", "blocks")}
+    if len(found) != 1:
+        raise ValueError(f"the model must have exactly one list of {num_layers} decoder layers (named layers, h or blocks): found {list(found) or 'none'}")
+    return next(iter(found.values()))
+
+
+@contextmanager
+def capture_hidden_states(model: nn.Module, layout: FeatureLayout):
+    """Hook `model` and yield a dict {boundary: [B,T,C]}, refilled by every forward: the layout's boundaries and the teacher, boundary L.
+
+        with capture_hidden_states(model, layout) as captures:
+            model(tokens)
+            features = layout.pack(captures)
+
+    Eager only: raises ValueError on a compiled module. On exit the hooks are gone, and RuntimeError is raised if any boundary was not
+    captured exactly once per forward.
+    """
+    compiled = [name or "the model" for name, module in model.named_modules() if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")]
+    if compiled:
+        raise ValueError(f"hooks on a compiled module capture nothing: {compiled[0]} is compiled; pass the eager model (before torch.compile)")
+    layers = decoder_layers(model, layout.num_layers)
+    wanted = sorted({*layout.boundaries, layout.num_layers})
+    captures, counts, forwards = {}, Counter(), 0
+
+    def begin(module, args, kwargs):
+        nonlocal forwards
+        forwards += 1
+        captures.clear()
+
+    def keep(boundary: int, hidden: Tensor):
+        if hidden.shape[-1] != layout.hidden_size:
+            raise LayoutMismatch(f"boundary {boundary} is {hidden.shape[-1]} wide, the layout says hidden size {layout.hidden_size}")
+        captures[boundary] = hidden.detach()
+        counts[boundary] += 1
+
+    def enter(boundary, module, args, kwargs):
+        keep(boundary, args[0] if args else kwargs["hidden_states"])
+
+    def leave(module, args, output):
+        keep(layout.num_layers, output if isinstance(output, Tensor) else output[0])
+
+    hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
+    hooks += [layers[b].register_forward_pre_hook(partial(enter, b), with_kwargs=True) for b in wanted if b < layout.num_layers]
+    hooks += [layers[-1].register_forward_hook(leave)]
+    try:
+        yield captures
+    finally:
+        for hook in hooks:
+            hook.remove()
+    wrong = {b: counts[b] for b in wanted if counts[b] != forwards}
+    if wrong or not forwards:
+        raise RuntimeError(f"each boundary must be captured exactly once per forward: {forwards} forwards of the model, "
+                           f"captures by boundary {dict(counts)}; was the model compiled, or run through another module?")
+
+
+# -----------------------------------------------------------------------------
+# 6. Draft head
+# One decoder layer that reads (hidden state, next token) and predicts the token after it. fuse() is for the target's features only, step()
+# is the layer; the same two serve training, evaluation and serving. Needs: 1, 2, 3.
+# Official: eagle/model/cnets.py. The paper's figure has a second fully connected layer; code and checkpoints have none, nor do we.
+
+
+class DraftLayer(nn.Module):
+    """The official 'midlayer': attention reads [norm(embedding), norm(hidden)], 2C wide; the residual is the hidden state."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)  # of the embedding
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)      # of the hidden state
+        self.self_attn = Attention(2 * config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, rope: Rope, attend) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        x = (normed if self.norm_before_residual else hidden)
+        x = x + self.self_attn(torch.cat([self.input_layernorm(embedding), normed], dim=-1), rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftHead(nn.Module):
+    """The EAGLE-3 draft head. Tensor names are the published checkpoints': fc, midlayer.*, norm, lm_head, d2t, t2d.
+
+    draft_ids [Vd]: the target ids that the head can draft, ascending. The target's embedding is shared, not owned: attach() a target before use.
+    """
+
+    def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None):
+        super().__init__()
+        self.config = config
+        A, C, Ct = len(config.layout.boundaries), config.hidden_size, config.layout.hidden_size
+        self.fc = nn.Linear(A * Ct, C, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(Ct, config.rms_norm_eps) for _ in range(A))
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(A * Ct, config.rms_norm_eps)
+        self.midlayer = DraftLayer(config)
+        self.norm = RMSNorm(C, config.rms_norm_eps)
+        self.lm_head = nn.Linear(C, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))  # offsets: target id = i + d2t[i]
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))         # mask: this target id can be drafted
+        self.register_buffer("rope_frequencies", config.rope.frequencies(config.head_dim), persistent=False)
+        self.__dict__["target"] = None  # not a submodule: the head neither owns, moves nor saves the target
+        if draft_ids is not None:
+            self.set_draft_ids(draft_ids)
+
+    def init_weights(self, seed: int) -> "DraftHead":
+        """Random weights, N(0, 0.02), the same for the same seed; norms stay at one."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.data.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0, 0.02, generator=generator))
+        return self
+
+    def set_draft_ids(self, draft_ids: Tensor) -> None:
+        draft_ids = torch.as_tensor(draft_ids, dtype=torch.int64, device=self.d2t.device)
+        ascending = len(draft_ids) == len(self.d2t) and bool((draft_ids[1:] > draft_ids[:-1]).all())
+        if not ascending or draft_ids[0] < 0 or draft_ids[-1] >= len(self.t2d):
+            raise ValueError(f"draft_ids must be {len(self.d2t)} strictly ascending target ids below {len(self.t2d)}")
+        self.d2t.copy_(draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
+        self.t2d.zero_()[draft_ids] = True
+
+    def attach(self, target: "Target | TargetEnds") -> "DraftHead":
+        """Share the target's embedding. Raises LayoutMismatch or ValueError if the head was trained for another target."""
+        config, layout = target.config, self.config.layout
+        layout.require(FeatureLayout(layout.boundaries, config.hidden_size, config.num_layers), "the draft head's", "the target's")
+        if config.vocab_size != self.config.vocab_size:
+            raise ValueError(f"the head was trained for a vocabulary of {self.config.vocab_size}, the target has {config.vocab_size}")
+        if config.hidden_size != self.config.hidden_size:
+            raise ValueError(f"the head shares the target's embedding, so both need one hidden size: {self.config.hidden_size} and {config.hidden_size}")
+        self.__dict__["target"] = target
+        return self
+
+    def draft_to_target(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [B,T,A*C] -> the head's input hidden states [B,T,C]. Never for the head's own hidden states."""
+        features = features.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, features.chunk(len(self.fc_norm), -1))], dim=-1)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        return self.fc(features)
+
+    def step(self, hidden: Tensor, tokens: Tensor, positions: Tensor, context) -> tuple[Tensor, Tensor]:
+        """hidden [B,T,C] (fused features, or this method's own result), the tokens that follow them [B,T], slot positions [B,T].
+
+        Returns (the hidden states to feed back, the normed ones that lm_head reads), [B,T,C] each.
+        """
+        embedding = self.target.embed_tokens(tokens).to(hidden.dtype)
+        hidden = self.midlayer(embedding, hidden, Rope.at(positions, self.rope_frequencies), partial(context.attend, 0))
+        normed = self.norm(hidden)
+        return normed if self.config.norm_output else hidden, normed
+
+
+def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent token ids by counts [V] (ties: the smaller id; unused ids fill up, smallest first), ascending: [size].
+
+    size == V is the identity.
+    """
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+# -----------------------------------------------------------------------------
+# 7. Training-time test
+# The head is trained as it is served: K steps on its own hidden states, each seeing what serving would show it (EAGLE-3, section 3.2).
+# Everything stays unshifted; slot t at step i is given token t+1+i, guesses token t+2+i, and learns from the target's prediction at t+1+i.
+#
+#     tokens       x0 x1 x2 x3 x4 x5          slot 1, step 0: features f1, token x2, guesses x3; teacher: target at 2
+#     slot 1       f1                         slot 1, step 1: own hidden,  token x3, guesses x4; teacher: target at 3
+# Needs: 3, 6.
+
+
+def shift(x: Tensor, by: int) -> Tensor:
+    """x [B,T,...] moved left by `by` positions, zeros (False) behind: shift(x, 1)[:, t] == x[:, t+1]. The only shift in this file."""
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)
+
+
+def assistant_spans(tokens: Tensor, loss_mask: Tensor, eos_token_ids) -> Tensor:
+    """Number the assistant spans of each row: [B,T], 1, 2, ... inside a span, 0 outside.
+
+    A span is a maximal run of True in loss_mask [B,T], cut after its first end-of-turn token.
+    """
+    starts = loss_mask & ~shift(loss_mask.flip(1), 1).flip(1)
+    is_eos = torch.isin(tokens, torch.tensor(list(eos_token_ids), dtype=tokens.dtype, device=tokens.device)) & loss_mask
+    eos_before = is_eos.cumsum(1) - is_eos.long()
+    at_start = torch.where(starts, eos_before, 0).cummax(1).values  # how many had passed when the current run began
+    return torch.where(loss_mask & (eos_before == at_start), starts.cumsum(1), 0)
+
+
+def trained_slots(spans: Tensor, step: int) -> Tensor:
+    """Which slots are trained at `step`: tokens t+1 .. t+2+step all lie in one span. [B,T] bool."""
+    first, last = shift(spans, 1), shift(spans, 2 + step)
+    return (first > 0) & (first == last)
+
+
+class TTTAttention:
+    """Attention of the unrolled head: step i's query at slot t sees step 0's keys at slots 0..t, and of each later step its own slot only.
+
+    That is what serving's KV cache holds: true slots up to t, then the guesses of this very chain (paper, figure 6).
+    """
+
+    def __init__(self):
+        self.keys, self.values = [], []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
+        self.keys.append(k)
+        self.values.append(v)
+        first_k, first_v = self.keys[0].transpose(1, 2), self.values[0].transpose(1, 2)
+        if len(self.keys) == 1:
+            return attention(q, first_k, first_v)
+        B, T, H, D = q.shape
+        G = k.shape[2]
+        q = q.view(B, T, G, H // G, D)
+        causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+        row = (q.permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D) @ first_k.transpose(-1, -2)).view(B, G, H // G, T, T)
+        own = torch.stack([torch.einsum("btgrd,btgd->bgrt", q, key) for key in self.keys[1:]], dim=-1)
+        scores = torch.cat([row.masked_fill(~causal, float("-inf")), own], dim=-1).to(wide_dtype(q.dtype)) * D ** -0.5
+        weights = scores.softmax(-1).to(v.dtype)
+        out = (weights[..., :T].reshape(B, G, H // G * T, T) @ first_v).view(B, G, H // G, T, D)
+        for i, value in enumerate(self.values[1:]):
+            out = out + torch.einsum("bgrt,btgd->bgrtd", weights[..., T + i], value)
+        return out.permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
+
+
+class TTTBatch(NamedTuple):
+    """A batch ready for ttt_loss: no gradients, everything unshifted."""
+    tokens: Tensor          # [B,T]
+    spans: Tensor           # [B,T] assistant_spans
+    features: Tensor        # [B,T,A*C]
+    teacher_tokens: Tensor  # [B,T] the target's argmax over V at each position that a trained slot learns from (0 elsewhere)
+    teacher_index: Tensor   # [B,T] that position's row in teacher_logits
+    teacher_logits: Tensor  # [M,Vd] the target's logits over the draft vocabulary
+    num_counted: Tensor     # [K] slots in the loss, by step: trained, and the target's argmax is in the draft vocabulary
+
+
+@torch.no_grad()
+def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: dict[int, Tensor], ttt_steps: int, row_names=None) -> TTTBatch:
+    """tokens and loss_mask [B,T] (right-padded, mask False there) and their captured hidden states, the teacher h.L included -> a batch.
+
+    Raises ValueError naming the rows in which no slot is trained, or whose hidden states are not finite.
+    """
+    names = row_names or [f"row {b} of the batch" for b in range(len(tokens))]
+    for boundary, hidden in captures.items():
+        bad = ~hidden.isfinite().flatten(1).all(1)
+        if bad.any():
+            raise ValueError(f"boundary {boundary} is not finite in {', '.join(names[b] for b in bad.nonzero().flatten())}")
+    spans = assistant_spans(tokens, loss_mask, head.target.config.eos_token_ids)
+    empty = ~trained_slots(spans, 0).any(1)
+    if empty.any():
+        raise ValueError(f"nothing is supervised in {', '.join(names[b] for b in empty.nonzero().flatten())}: a row needs an assistant span of "
+                         "at least 2 tokens (is its loss_mask all false, or was the answer cut off?)")
+    needed = torch.zeros_like(loss_mask)  # positions that a trained slot learns from: t+1+i for slot t at step i
+    needed[:, 1:] = trained_slots(spans, 0)[:, :-1]
+    teacher = captures[head.config.layout.num_layers][needed]  # [M,C]
+    draft_ids = head.draft_to_target(torch.arange(len(head.d2t), device=tokens.device))
+    found, draft_logits = [], []
+    for part in teacher.split(512):  # [.,V] logits are large: a few at a time
+        logits = head.target.logits(part)
+        found.append(logits.argmax(-1))
+        draft_logits.append(logits[:, draft_ids])
+    teacher_tokens = torch.zeros_like(tokens).masked_scatter(needed, torch.cat(found))
+    index = (needed.flatten().cumsum(0) - 1).view_as(needed).clamp(min=0)
+    in_vocabulary = head.t2d[teacher_tokens]
+    counted = [int((trained_slots(spans, i) & shift(in_vocabulary, 1 + i)).sum()) for i in range(ttt_steps)]
+    return TTTBatch(tokens, spans, head.config.layout.pack(captures), teacher_tokens, index, torch.cat(draft_logits), torch.tensor(counted))
+
+
+@dataclass
+class TTTStats:
+    """Sums over batches. Rates come out by division, so two of these can be added."""
+    loss_sums: Tensor     # [K] summed losses of the counted slots
+    num_counted: Tensor   # [K]
+    num_trained: Tensor   # [K] slots in the accuracy: trained, whether or not the draft vocabulary has the token
+    num_correct: Tensor   # [K]
+    emitted: int          # simulated serving
+    rounds: int
+
+    def __add__(self, other: "TTTStats") -> "TTTStats":
+        return TTTStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def loss(self) -> float:
+        return ttt_weights(len(self.loss_sums), self.num_counted).mul(self.loss_sums).sum().item()
+
+    @property
+    def accuracy(self) -> list[float]:
+        """By step, unconditional, over the full vocabulary: a token that the head cannot draft counts as wrong."""
+        return (self.num_correct / self.num_trained.clamp(min=1)).tolist()
+
+    @property
+    def simulated_acceptance_length(self) -> float:
+        return self.emitted / max(self.rounds, 1)
+
+
+def ttt_weights(ttt_steps: int, num_counted: Tensor) -> Tensor:
+    """What each counted slot weighs: 0.8^i / (number of step i's counted slots); 0 for a step that has none. [K]"""
+    return torch.where(num_counted > 0, 0.8 ** torch.arange(ttt_steps, dtype=torch.float64) / num_counted.clamp(min=1), 0.0)
+
+
+def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_ids) -> tuple[int, int]:
+    """(tokens emitted, rounds) if serving drafted K tokens a round along these rows; correct [B,T,K]: slot t's guess at step i is right.
+
+    Comparable with serving only on rows that the target wrote itself at temperature 0. Left out, as in serving: the prefill's token, and a
+    last round that the row's end cut short (a span that does not end in an end-of-turn token).
+    """
+    K = correct.shape[-1]
+    runs = correct.long().cumprod(-1).sum(-1).tolist()  # [B,T] right guesses in a row
+    emitted = rounds = 0
+    for row_runs, row_tokens, row_spans in zip(runs, tokens.tolist(), spans.tolist()):
+        a = 0
+        while a < len(row_spans):
+            if row_spans[a] == 0:
+                a += 1
+                continue
+            end = a
+            while end + 1 < len(row_spans) and row_spans[end + 1] == row_spans[a]:
+                end += 1
+            t = max(a - 1, 0)  # a row that starts with its span: the first token needs no features, so serving begins at slot 0
+            while t + 2 <= end:
+                left = end - t - 1
+                would_emit = min(row_runs[t], K) + 1
+                if would_emit <= left or row_tokens[end] in eos_token_ids:
+                    emitted, rounds = emitted + min(would_emit, left), rounds + 1
+                t += would_emit
+            a = end + 1
+    return emitted, rounds
+
+
+def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None) -> tuple[Tensor, TTTStats]:
+    """The loss to back-propagate, sum over steps of 0.8^i x (soft cross-entropy summed over counted slots / their number), and statistics.
+
+    num_counted [K]: the counts over everything that shares this optimizer step (ranks, accumulated batches); default: this batch's own.
+    Gradients flow through all steps' hidden states, keys and values, as in the official code; the number of steps is len(batch.num_counted).
+    """
+    K = len(batch.num_counted)
+    B, T = batch.tokens.shape
+    weights = ttt_weights(K, batch.num_counted if num_counted is None else num_counted)
+    teacher_probs = batch.teacher_logits.to(wide_dtype(batch.teacher_logits.dtype)).softmax(-1)
+    positions = torch.arange(T, device=batch.tokens.device)[None].expand(B, T)
+    in_vocabulary = head.t2d[batch.teacher_tokens]
+    correct = torch.zeros(B, T, K, dtype=torch.bool, device=batch.tokens.device)
+    loss, sums, trained = 0.0, [], []
+    hidden, context = head.fuse(batch.features), TTTAttention()
+    for i in range(K):
+        hidden, normed = head.step(hidden, shift(batch.tokens, 1 + i), positions + i, context)
+        slots = trained_slots(batch.spans, i)
+        logits = head.lm_head(normed[slots])  # [n,Vd]: trained slots only
+        logits = logits.to(wide_dtype(logits.dtype))
+        losses = F.cross_entropy(logits, teacher_probs[shift(batch.teacher_index, 1 + i)[slots]], reduction="none")
+        summed = losses[shift(in_vocabulary, 1 + i)[slots]].sum()
+        loss = loss + weights[i] * summed
+        right = head.draft_to_target(logits.argmax(-1)) == shift(batch.teacher_tokens, 1 + i)[slots]
+        correct[..., i] = torch.zeros_like(slots).masked_scatter(slots, right)
+        sums.append(summed.detach())
+        trained.append(slots.sum())
+    emitted, rounds = simulate_serving(correct, batch.tokens, batch.spans, head.target.config.eos_token_ids)
+    return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.stack(trained).cpu(), correct.sum((0, 1)).cpu(), emitted, rounds)
+
+
+# -----------------------------------------------------------------------------
+# 8. Draft tree
+# The guesses of one round. A chain is the tree with topk 1. `parents` is the only representation: depths, mask and paths follow from it,
+# on the device. Needs: 3, 6.
+
+
+class DraftTree(NamedTuple):
+    """N nodes a row; node 0 is the root (its own parent), and every parent stands before its children."""
+    tokens: Tensor   # [B,N] target ids
+    parents: Tensor  # [B,N]
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """[B,N] -> [B,N,N] bool: node i sees node j if j is i or an ancestor of i. parents [0,0,0,1] -> rows 1000, 1100, 1010, 1101."""
+    N = parents.shape[1]
+    reach = F.one_hot(parents, N).float() + torch.eye(N, device=parents.device)
+    for _ in range((N - 1).bit_length()):  # each squaring doubles the generations that are covered
+        reach = (reach @ reach).clamp(max=1)
+    return reach > 0
+
+
+def best_first(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` highest scores [B,M] -> [B,count]; ties go to the lower index, which is the shallower node."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
+    """x [B,M,...], index [B,P] -> [B,P,...]."""
+    return x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, cache: KVCache, spec: SpecConfig, reach: int) -> DraftTree:
+    """EAGLE-2's dynamic tree: expand the topk best nodes level by level, then keep the best num_draft_tokens - 1 of all candidates.
+
+    root [B]: newest tokens; hidden, normed [B,C]: the head's results at the last true slot; lengths [B]: true slots in the head's cache.
+    A node's score is its path's log-probability (fp32), so a parent never scores below its child and the kept nodes form a tree.
+    """
+    B, k = len(root), spec.topk
+    rank = torch.arange(k, device=root.device).expand(B, k)
+
+    def children(normed: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:  # [B,n,C], [B,n] -> tokens and scores [B,n*k]
+        logits = head.lm_head(normed)
+        edges, draft_ids = logits.to(wide_dtype(logits.dtype)).log_softmax(-1).topk(k)
+        return head.draft_to_target(draft_ids).flatten(1), (base[..., None] + edges).flatten(1)
+
+    tokens, scores = children(normed[:, None], normed.new_zeros(B, 1))
+    all_tokens, all_scores, all_parents = [root[:, None], tokens], [scores], [root.new_zeros(B, 1 + k)]  # numbered as they are made
+    frontier = rank + 1  # [B,k] their numbers
+    hidden, block = hidden[:, None].expand(-1, k, -1), torch.zeros(B, k, 0, dtype=torch.bool, device=root.device)
+    for level in range(1, spec.num_steps):
+        block = torch.cat([block, torch.eye(k, dtype=torch.bool, device=root.device).expand(B, k, k)], dim=-1)  # [B,k,level*k]
+        positions = (lengths + level - 1)[:, None].expand(B, k)
+        hidden, normed = head.step(hidden, tokens, positions, CacheContext(cache, lengths, k, reach, block))
+        new_tokens, new_scores = children(normed, scores)
+        first = 1 + sum(s.shape[1] for s in all_scores)
+        all_tokens.append(new_tokens)
+        all_scores.append(new_scores)
+        all_parents.append(frontier.repeat_interleave(k, dim=1))
+        best = best_first(new_scores, k)
+        frontier, tokens, scores = first + best, new_tokens.gather(1, best), new_scores.gather(1, best)
+        hidden, block = gather_nodes(hidden, best // k), gather_nodes(block, best // k)
+    kept = best_first(torch.cat(all_scores, 1), spec.num_draft_tokens - 1).sort(dim=1).values + 1
+    kept = torch.cat([torch.zeros_like(kept[:, :1]), kept], dim=1)  # [B,N], the root first
+    made = torch.cat(all_tokens, 1)
+    renumbered = torch.zeros_like(made).scatter(1, kept, torch.arange(kept.shape[1], device=root.device).expand_as(kept))
+    return DraftTree(made.gather(1, kept), renumbered.gather(1, torch.cat(all_parents, 1).gather(1, kept)))
+
+
+# -----------------------------------------------------------------------------
+# 9. Verification
+# A guess is right if it is the token that the target chooses at its parent. Nothing else decides, so the text is the target's own,
+# whatever the draft. Needs: 8.
+
+
+class Accepted(NamedTuple):
+    path: Tensor          # [B,P] accepted nodes from the root down; behind num_accepted the last one repeats
+    num_accepted: Tensor  # [B] drafted nodes on the path, the root not counted
+
+
+def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
+    """target_tokens [B,N]: what the target chooses after each node -> the longest path that it agrees with (P = max_depth + 1).
+
+    Emitted are the target's tokens along the path: the accepted guesses, then the bonus token.
+    """
+    mask = ancestor_mask(tree.parents)
+    agrees = tree.tokens == target_tokens.gather(1, tree.parents)
+    agrees[:, 0] = True  # the root was emitted already
+    on_path = ~(mask & ~agrees[:, None]).any(-1)
+    depth = mask.sum(-1) - 1
+    last = torch.where(on_path, depth, -1).argmax(1)
+    rows = torch.arange(len(last), device=last.device)
+    num_accepted = depth[rows, last]
+    steps = torch.arange(max_depth + 1, device=last.device)[None, :, None]
+    at_depth = mask[rows, last][:, None] & (depth[:, None] == steps)  # [B,P,N]
+    return Accepted(torch.where(at_depth.any(-1), at_depth.long().argmax(-1), last[:, None]), num_accepted)
+
+
+# -----------------------------------------------------------------------------
+# 10. Engine
+# Several requests at once over fixed slots, each with its own length. A round is the same with and without a head: without one the tree is
+# just its root, and verification is a plain step. Needs: 3, 4, 6, 8, 9.
+
+
+class Stopwatch:
+    """Marks along a round, in ms; read behind the round's one transfer, so that timing a GPU adds no synchronisation."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def mark(self) -> None:
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        return [a.elapsed_time(b) if self.cuda else (b - a) * 1000 for a, b in zip(self.marks, self.marks[1:])]
+
+
+@dataclass
+class SpecStats:
+    """What rounds emitted. Left out: the prefill and its token, and a last round that max_new_tokens cut short."""
+    rounds: int = 0
+    emitted: int = 0
+    accepted_at: Counter = field(default_factory=Counter)  # depth (0-based) -> rounds in which that guess was accepted
+
+    def add(self, emitted: int, accepted: int) -> None:
+        self.rounds, self.emitted = self.rounds + 1, self.emitted + emitted
+        self.accepted_at.update(range(accepted))
+
+    def __add__(self, other: "SpecStats") -> "SpecStats":
+        return SpecStats(self.rounds + other.rounds, self.emitted + other.emitted, self.accepted_at + other.accepted_at)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per target forward, the bonus token included; None before the first round."""
+        return self.emitted / self.rounds if self.rounds else None
+
+    def per_position_acceptance(self, num_steps: int) -> list[float]:
+        """The share of rounds in which the guess at each depth was accepted (unconditional)."""
+        return [self.accepted_at[depth] / max(self.rounds, 1) for depth in range(num_steps)]
+
+
+@dataclass(eq=False)
+class Request:
+    prompt: list[int]
+    max_new_tokens: int
+    eos_token_ids: frozenset
+    output: list[int] = field(default_factory=list)  # emitted tokens, a final end-of-turn token included
+    finish_reason: str | None = None                 # stop | length | cancelled | error
+    stats: SpecStats = field(default_factory=SpecStats)
+
+
+class Engine:
+    """Decodes up to max_batch requests at once, speculating if it has a head.
+
+        engine = Engine(target, head, SpecConfig(4, 1, 5), max_batch=4, max_length=2048)
+        request = engine.submit([1, 2, 3], max_new_tokens=100)
+        while engine.busy:
+            for request, tokens in engine.step(): ...
+
+    max_length bounds prompt + new tokens of a request. Raises ValueError for a head without a spec, or attached to another target.
+    """
+
+    def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | None = None,
+                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512):
+        if (head is None) != (spec is None):
+            raise ValueError("an Engine needs a draft head and a SpecConfig, or neither")
+        if head is not None and head.target is not target:
+            raise ValueError("the head must be attached to this Engine's target: head.attach(target)")
+        if head is not None and spec.topk > head.config.draft_vocab_size:
+            raise ValueError(f"topk must not exceed the draft vocabulary: got {spec.topk} and {head.config.draft_vocab_size}")
+        config, weight = target.config, target.norm.weight
+        if max_length > config.max_position_embeddings:
+            raise ValueError(f"max_length must be within the target's context of {config.max_position_embeddings} tokens: got {max_length}")
+        self.target, self.head, self.spec = target, head, spec
+        self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
+        self.device = weight.device
+        # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
+        self.margin = max(spec.num_draft_tokens, (spec.num_steps - 1) * spec.topk, spec.num_steps + 1) if spec else 1
+        columns = max_length + self.margin
+        self.cache = KVCache(config.num_layers, max_batch, config.num_kv_heads, columns, config.head_dim, weight.dtype, self.device)
+        if head is not None:
+            own = head.config
+            self.draft_cache = KVCache(1, max_batch, own.num_kv_heads, columns, own.head_dim, head.norm.weight.dtype, self.device)
+            self.hidden = torch.zeros(max_batch, own.hidden_size, dtype=head.norm.weight.dtype, device=self.device)  # at the last true slot
+            self.normed = torch.zeros_like(self.hidden)
+        self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # tokens in the caches: all but the root
+        self.root = torch.zeros_like(self.lengths)
+        self.active = torch.zeros_like(self.lengths)  # 1 where a request runs: an idle slot computes along, and stands still
+        self.slots: list[Request | None] = [None] * max_batch
+        self.waiting: deque[Request] = deque()
+        self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms, one entry a round
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        return self.head.config.layout.boundaries if self.head else ()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(self.slots)
+
+    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None) -> Request:
+        """Queue a request; eos_token_ids default to the target's (an empty tuple: never stop). Raises ValueError for what cannot be served."""
+        vocab_size = self.target.config.vocab_size
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(f"a request needs at least one prompt token and max_new_tokens of at least 1: got {len(prompt)} and {max_new_tokens}")
+        if len(prompt) + max_new_tokens > self.max_length:
+            raise ValueError(f"prompt and new tokens must fit max_length={self.max_length}: got {len(prompt)} + {max_new_tokens}")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(f"prompt ids must be within 0..{vocab_size - 1}: got {min(prompt)}..{max(prompt)}")
+        eos = self.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        request = Request(list(prompt), max_new_tokens, frozenset(eos))
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it stands; what it has emitted stays."""
+        if request.finish_reason is None:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self._finish(request, "cancelled")
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        if request in self.slots:
+            slot = self.slots.index(request)
+            self.slots[slot] = None
+            self.active[slot] = 0
+
+    def _emit(self, request: Request, tokens: list[int]) -> list[int]:
+        """Append tokens up to the first end-of-turn token or the length limit, exactly; returns those that were emitted."""
+        tokens = tokens[:request.max_new_tokens - len(request.output)]
+        stop = next((i for i, token in enumerate(tokens) if token in request.eos_token_ids), None)
+        tokens = tokens if stop is None else tokens[:stop + 1]
+        request.output += tokens
+        if stop is not None:
+            self._finish(request, "stop")
+        elif len(request.output) == request.max_new_tokens:
+            self._finish(request, "length")
+        return tokens
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """Admit waiting requests into free slots, then run one round; returns what each request got."""
+        events = []
+        for slot in range(self.max_batch):
+            while self.waiting and self.slots[slot] is None:
+                request = self.waiting.popleft()
+                events.append((request, self._prefill(slot, request)))
+        if any(self.slots):
+            events += self._round()
+        return events
+
+    def _extend(self, cache: KVCache, features: Tensor, tokens: Tensor, lengths: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        """Feed the head true slots: features [B,T,A*C] and the tokens that follow them [B,T]."""
+        T = tokens.shape[1]
+        positions = lengths[:, None] + torch.arange(T, device=self.device)
+        return self.head.step(self.head.fuse(features), tokens, positions, CacheContext(cache, lengths, T, reach))
+
+    def _prefill(self, slot: int, request: Request) -> list[int]:
+        """Run the prompt, in chunks, through target and head; emits the first token."""
+        prompt = torch.tensor(request.prompt, device=self.device)[None]  # [1,T]
+        row = self.cache.row(slot)
+        for start in range(0, len(request.prompt), self.prefill_chunk):
+            tokens = prompt[:, start:start + self.prefill_chunk]
+            T, end = tokens.shape[1], start + tokens.shape[1]
+            lengths = torch.tensor([start], device=self.device)
+            positions = torch.arange(start, end, device=self.device)[None]
+            out = self.target(tokens, CacheContext(row, lengths, T, end), positions, self.boundaries)
+            is_last = end == len(request.prompt)
+            if is_last:
+                best = self.target.logits(out.last[:, -1]).max(-1)
+            if self.head:  # the token behind this chunk: the next prompt token, or the first new one
+                following = torch.cat([tokens[:, 1:], best.indices[:, None] if is_last else prompt[:, end:end + 1]], dim=1)
+                hidden, normed = self._extend(self.draft_cache.row(slot), self.head.config.layout.pack(out.captures), following, lengths, end)
+                self.hidden[slot], self.normed[slot] = hidden[0, -1], normed[0, -1]
+        self.slots[slot] = request
+        self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), best.indices[0], 1
+        if not best.values.isfinite():
+            self._finish(request, "error")
+            return []
+        return self._emit(request, [int(best.indices)])
+
+    def _round(self) -> list[tuple[Request, list[int]]]:
+        """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
+        watch = Stopwatch(self.device)
+        watch.mark()
+        longest = max(len(r.prompt) + len(r.output) - 1 for r in self.slots if r)
+        reach = longest + self.margin
+        if self.head:
+            tree = grow_tree(self.head, self.root, self.hidden, self.normed, self.lengths, self.draft_cache, self.spec, reach)
+        else:
+            tree = DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
+        watch.mark()
+        mask = ancestor_mask(tree.parents)
+        positions = self.lengths[:, None] + mask.sum(-1) - 1
+        context = CacheContext(self.cache, self.lengths, tree.tokens.shape[1], reach, mask)
+        out = self.target(tree.tokens, context, positions, self.boundaries)
+        values, target_tokens = self.target.logits(out.last).max(-1)
+        path, num_accepted = accept(tree, target_tokens, self.spec.num_steps if self.spec else 0)
+        emitted = target_tokens.gather(1, path)  # [B,P]
+        if self.spec and self.spec.topk > 1:  # a chain's path lies dense already
+            self.cache.keep(self.lengths, path)
+        watch.mark()
+        if self.head:  # the accepted slots anew, from the target's features instead of the head's own
+            features = gather_nodes(self.head.config.layout.pack(out.captures), path)
+            hidden, normed = self._extend(self.draft_cache, features, emitted, self.lengths, reach)
+            last = num_accepted[:, None]
+            self.hidden, self.normed = gather_nodes(hidden, last)[:, 0], gather_nodes(normed, last)[:, 0]
+        self.lengths = self.lengths + (num_accepted + 1) * self.active
+        self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
+        watch.mark()
+        finite = values.isfinite().all(1).long()
+        told = torch.cat([num_accepted[:, None], finite[:, None], emitted], dim=1).tolist()  # the round's one transfer
+        watch.mark()
+        draft, verify, extend, transfer = watch.laps()
+        begun = time.perf_counter()
+        events = []
+        for slot, request in enumerate(list(self.slots)):
+            if request is None:
+                continue
+            accepted, is_finite, *tokens = told[slot]
+            if not is_finite:  # NaN or inf logits: this request alone fails
+                self._finish(request, "error")
+                continue
+            new = self._emit(request, tokens[:accepted + 1])
+            if len(new) == accepted + 1 or request.finish_reason == "stop":
+                request.stats.add(len(new), min(accepted, len(new)))
+            events.append((request, new))
+        host = transfer + (time.perf_counter() - begun) * 1000
+        for name, ms in zip(self.times, (draft + extend, verify, host, draft + verify + extend + host)):
+            self.times[name].append(ms)
+        return events
+
+
+def run_requests(engine: Engine, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None) -> list[Request]:
+    """Submit all prompts and step to the end. Raises RuntimeError if a request failed on non-finite logits."""
+    requests = [engine.submit(prompt, max_new_tokens, eos_token_ids) for prompt in prompts]
+    while engine.busy:
+        engine.step()
+    failed = [i for i, request in enumerate(requests) if request.finish_reason == "error"]
+    if failed:
+        raise RuntimeError(f"the target's logits were not finite for prompts {failed}: check its weights and dtype (fp16 overflows where bf16 does not)")
+    return requests
+
+
+def generate(target: Target, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None, max_batch: int | None = None) -> list[Request]:
+    """Plain greedy decoding of token-id prompts, max_batch at a time (default: all)."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    return run_requests(Engine(target, max_batch=max_batch or len(prompts), max_length=longest), prompts, max_new_tokens, eos_token_ids)
+
+
+def speculative_generate(target: Target, head: DraftHead, prompts: list[list[int]], spec: SpecConfig, max_new_tokens: int,
+                         eos_token_ids=None, max_batch: int | None = None) -> list[Request]:
+    """The same text as generate(), drafted by `head` and verified by `target`; each Request carries its SpecStats."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    engine = Engine(target, head, spec, max_batch=max_batch or len(prompts), max_length=longest)
+    return run_requests(engine, prompts, max_new_tokens, eos_token_ids)
+
+
+@torch.no_grad()
+def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
+    """Where two greedy continuations part, and how far apart the target's logits of the two tokens are there (None: they are equal).
+
+    A tiny gap is a rounding tie: one token and several tokens a forward go through different kernels. A large one is a fault.
+    """
+    index = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    if index is None:
+        return None if len(ours) == len(theirs) else (min(len(ours), len(theirs)), float("inf"))
+    tokens = torch.tensor([prompt + ours[:index]], device=target.norm.weight.device)
+    logits = target.logits(target(tokens).last[0, -1]).double()
+    return index, abs((logits[ours[index]] - logits[theirs[index]]).item())
+
+
+# -----------------------------------------------------------------------------
+# 11. Checkpoints
+# Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1-6.
+
+
+def read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    from safetensors.torch import save_file
+    temporary = path.with_name(path.name + ".tmp")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt", **metadata})
+    os.replace(temporary, path)
+
+
+class TensorFolder:
+    """The tensors of a checkpoint folder, model.safetensors or a sharded index; read one by one, never all at once."""
+
+    def __init__(self, folder: str | Path):
+        from safetensors import SafetensorError, safe_open
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder (it must hold config.json and model.safetensors)")
+        index = folder / "model.safetensors.index.json"
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise FileNotFoundError(f"{folder} lacks {', '.join(absent)}")
+        self.folder, self.files, self.metadata = folder, {}, {}
+        for name in names:
+            try:
+                file = safe_open(folder / name, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from None
+            self.files.update({tensor: file for tensor in file.keys()})
+            self.metadata.update(file.metadata() or {})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def tensor(self, name: str) -> Tensor:
+        return self.files[name].get_tensor(name)
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        return self.files[name].get_slice(name)[start:start + count]
+
+
+def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[str, str], dtype: torch.dtype, device, ignore=()) -> None:
+    """Fill `module` (built on the meta device) from {our name: stored name}; ValueError lists what is missing, unexpected or misshapen."""
+    short = lambda names: ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    missing = {stored for stored in stored_names.values() if stored not in folder}
+    unexpected = {name for name in folder.files if name not in set(stored_names.values()) and not name.endswith(tuple(ignore))}
+    if missing or unexpected:
+        raise ValueError(f"{folder.folder}: the weights do not fit the config: " + "; ".join(
+            f"{what} {short(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names))
+    own, loaded = module.state_dict(), {}
+    for name, stored in stored_names.items():
+        tensor = folder.tensor(stored)
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{folder.folder}: {stored} is {list(tensor.shape)}, the config says {list(own[name].shape)}")
+        loaded[name] = tensor.to(device, dtype if own[name].is_floating_point() else own[name].dtype)
+    module.load_state_dict(loaded, strict=False, assign=True)  # strict was checked above; a tied lm_head has no entry of its own
+    module.requires_grad_(False)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+    if name not in dtypes:
+        raise ValueError(f"dtype must be one of {', '.join(dtypes)}: got {name!r}")
+    return dtypes[name]
+
+
+def read_target_config(folder: str | Path) -> TargetConfig:
+    """config.json and generation_config.json of a Hugging Face folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder (a target is a Hugging Face folder with config.json and model.safetensors)")
+    generation = folder / "generation_config.json"
+    return TargetConfig.from_json(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
+
+
+def target_fingerprint(folder: str | Path, config: TargetConfig) -> dict:
+    """What identifies a target: sizes, a hash over slices of its embedding, final norm and lm_head, and one over its tokenizer's files."""
+    tensors, half, weights, tokenizer = TensorFolder(folder), config.vocab_size // 2, hashlib.sha256(), hashlib.sha256()
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        if name in tensors:
+            for start in (0, half) if tensors.files[name].get_slice(name).get_shape()[0] > half else (0,):
+                weights.update(bytes(tensors.rows(name, start, 4).contiguous().view(torch.uint8).flatten().tolist()))
+    files = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).exists()]
+    for file in files:
+        tokenizer.update(file.read_bytes())
+    return {"architecture": config.architecture, "hidden_size": config.hidden_size, "num_layers": config.num_layers, "vocab_size": config.vocab_size,
+            "weights": weights.hexdigest()[:16], "tokenizer": tokenizer.hexdigest()[:16] if files else None}
+
+
+def require_same_target(own: dict, other: dict, ours: str, theirs: str) -> None:
+    """Other sizes or another tokenizer are a ValueError; the same with other weights (a fine-tune of the same base) is a warning."""
+    for key in ("architecture", "hidden_size", "num_layers", "vocab_size", "tokenizer"):
+        if own[key] != other[key] and None not in (own[key], other[key]):
+            raise ValueError(f"{ours} was made with another target than {theirs}: {key} {own[key]} against {other[key]}. Use the target that it was made with.")
+    if own["weights"] != other["weights"]:
+        warnings.warn(f"{ours} was made with other weights than {theirs} (a fine-tune of the same base?): expect fewer accepted tokens")
+
+
+def load_target(folder: str | Path, dtype: str | None = None, device="cpu") -> Target:
+    """A Hugging Face folder -> Target, in dtype (default: as stored), without gradients. Raises ValueError / FileNotFoundError by name."""
+    config = read_target_config(folder)
+    tensors = TensorFolder(folder)
+    with torch.device("meta"):
+        target = Target(config)
+    names = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in target.state_dict()}
+    ignore = ["rotary_emb.inv_freq"]
+    if config.tie_word_embeddings:
+        names.pop("lm_head.weight")
+        ignore.append("lm_head.weight")  # some writers store the tied copy
+    load_strictly(target, tensors, names, torch_dtype(dtype or config.dtype), device, ignore)
+    if config.tie_word_embeddings:
+        target.lm_head.weight = target.embed_tokens.weight
+    target.fingerprint = target_fingerprint(folder, config)
+    return target.to(device).eval()
+
+
+def save_target(target: Target, folder: str | Path) -> None:
+    """Write a Hugging Face folder that load_target and transformers read."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in target.state_dict().items()}
+    if target.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    write_tensors(folder / "model.safetensors", tensors, {})
+    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    write_text(folder / "config.json", json.dumps(replace(target.config, dtype=dtype).to_json(), indent=1))
+
+
+def served_by(config: DraftConfig) -> tuple[str, str]:
+    """(the architecture name to write, one line that says which servers load it). SGLang falls back to its default layers in silence where
+    it cannot read a head's boundaries, so a head that it cannot express gets a name that it refuses."""
+    layout = config.layout
+    sglang_cannot = [f"boundary {b}" for b in layout.boundaries if b in (0, layout.num_layers)]
+    sglang_cannot += [flag for flag in ("norm_before_fc", "norm_before_residual") if getattr(config, flag)]
+    if sglang_cannot:
+        return "Eagle3LlamaForCausalLM", f"loads in vLLM; SGLang refuses it, since it cannot serve {', '.join(sglang_cannot)}"
+    newer = " (a version with fc_norm and norm_output)" if config.fc_norm or config.norm_output else ""
+    return "LlamaForCausalLMEagle3", f"loads in SGLang (0.5.14 or newer) and vLLM{newer}"
+
+
+def save_draft(head: DraftHead, folder: str | Path, dtype: str | None = None) -> str:
+    """Write the head's folder, as SGLang and vLLM read it, too; returns one line that says which of them will."""
+    folder, config = Path(folder), head.config
+    folder.mkdir(parents=True, exist_ok=True)
+    architecture, servers = served_by(config)
+    boundaries = list(config.layout.boundaries)
+    stored = {  # vLLM reads the top-level ids, as boundaries; SGLang the nested ones, as 0-based layers whose output is meant
+        "architectures": [architecture], "model_type": "llama", "hidden_act": "silu", "hidden_size": config.hidden_size,
+        "target_hidden_size": config.layout.hidden_size, "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "num_hidden_layers": 1, "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size, "rms_norm_eps": config.rms_norm_eps, "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bias": False,
+        "torch_dtype": dtype or str(head.norm.weight.dtype).removeprefix("torch."), **config.rope.to_json(),
+        **{flag: getattr(config, flag) for flag in DraftConfig.FLAGS},
+        "eagle_aux_hidden_state_layer_ids": boundaries,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [b - 1 for b in boundaries], "use_aux_hidden_state": True}
+        if architecture == "LlamaForCausalLMEagle3" else None,
+        "feature_layout": config.layout.to_dict(), "target_fingerprint": head.target.fingerprint if head.target else None}
+    wanted = torch_dtype(stored["torch_dtype"])
+    tensors = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in head.state_dict().items()}
+    write_tensors(folder / "model.safetensors", tensors, {"feature_layout": json.dumps(config.layout.to_dict())})
+    write_text(folder / "config.json", json.dumps({key: value for key, value in stored.items() if value is not None}, indent=1))
+    return servers
+
+
+def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+    """d2t holds offsets: i + d2t[i] strictly ascending, within the target's vocabulary, and equal to t2d's true positions."""
+    ids = torch.arange(len(d2t)) + d2t
+    if not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= len(t2d):
+        raise ValueError("d2t must hold offsets (target id = i + d2t[i], strictly ascending and within the vocabulary): it does not; "
+                         "were absolute ids written instead?")
+    if not torch.equal(t2d.nonzero().flatten(), ids):
+        raise ValueError("d2t and t2d contradict each other: t2d's true positions must be i + d2t[i]")
+
+
+def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, where: str) -> FeatureLayout:
+    """The layout that a head carries, compared with every other place that states one; a head without one needs it stated."""
+    if "feature_layout" not in config:
+        if stated is None:
+            raise LayoutMismatch(f"{where} does not say which hidden states it was trained on, and no default is assumed: state them with --layers "
+                                 "(boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0)")
+        return stated
+    layout = FeatureLayout.from_dict(config["feature_layout"])
+    if "feature_layout" in metadata:
+        layout.require(FeatureLayout.from_dict(json.loads(metadata["feature_layout"])), f"{where}/config.json's", "its weight file's")
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None:
+        layout.require(replace(layout, boundaries=tuple(ids)), f"{where}: feature_layout", "eagle_aux_hidden_state_layer_ids")
+    if stated is not None:
+        layout.require(stated, f"the draft head's ({where})", "the one stated with --layers")
+    return layout
+
+
+def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None, dtype: str | None = None) -> DraftHead:
+    """A head's folder -> a DraftHead attached to `target`, in dtype (default: the target's), without gradients.
+
+    Raises LayoutMismatch or ValueError if it was trained on other features, for another target or tokenizer, or is not whole.
+    """
+    folder = Path(folder)
+    tensors, config = TensorFolder(folder), read_json(folder / "config.json")
+    layout = read_layout(config, tensors.metadata, stated_layout, str(folder))
+    get = partial(config_value, config)
+    head_config = DraftConfig(
+        layout=layout, hidden_size=get("hidden_size"), intermediate_size=get("intermediate_size"), num_heads=get("num_attention_heads"),
+        num_kv_heads=get("num_key_value_heads"), head_dim=get("head_dim"), vocab_size=get("vocab_size"), draft_vocab_size=get("draft_vocab_size"),
+        rms_norm_eps=get("rms_norm_eps"), rope=RopeConfig.from_json(config), max_position_embeddings=get("max_position_embeddings"),
+        **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
+    if config.get("target_fingerprint") and target.fingerprint:
+        require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
+    weight = target.norm.weight
+    with torch.device("meta"):
+        head = DraftHead(head_config)
+    load_strictly(head, tensors, {name: name for name in head.state_dict()}, torch_dtype(dtype) if dtype else weight.dtype, weight.device)
+    check_draft_vocabulary(head.d2t.cpu(), head.t2d.cpu())
+    return head.to(weight.device).attach(target).eval()
+
+
+# -----------------------------------------------------------------------------
+# 12. Text
+# Token ids are first-class everywhere above. Text needs a tokenizer: the well-kept libraries, imported where used, or plain bytes (the
+# demo's target). Needs nothing.
+
+
+def require_package(name: str):
+    try:
+        return __import__(name)
+    except ImportError:
+        raise ValueError(f"this needs the package {name}: pip install {name}") from None
+
+
+class ByteTokenizer:
+    """Ids 0..255 are bytes, 256 is the end of a text. For the demo's target; tokenizer_config.json says \"ByteTokenizer\"."""
+    vocab_size, eos_id, has_chat_template = 257, 256, False
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class Tokenizer:
+    """tokenizer.json through the tokenizers library, and the chat template through jinja2 (both imported here, when first needed)."""
+
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").exists():
+            raise FileNotFoundError(f"{folder} has no tokenizer.json: text needs one (token ids do not: --prompt-ids, or rows with input_ids)")
+        self.tokenizer = require_package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+        source = config.get("chat_template")
+        if (folder / "chat_template.jinja").exists():
+            source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        if isinstance(source, list):  # several named templates
+            source = next((t["template"] for t in source if t["name"] == "default"), None)
+        self.has_chat_template = source is not None
+        if source is not None:
+            require_package("jinja2")
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+            environment.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
+            environment.globals.update(raise_exception=self._raise, strftime_now=time.strftime)
+            self.template = environment.from_string(source)
+            text = lambda token: token["content"] if isinstance(token, dict) else token
+            self.special = {name: text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
+
+    @staticmethod
+    def _raise(message: str):
+        raise ValueError(f"the chat template refuses: {message}")
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def chat(self, messages: list[dict], add_generation_prompt: bool) -> str:
+        """OpenAI messages -> the text that the model was trained on."""
+        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+
+
+def load_tokenizer(folder: str | Path) -> "Tokenizer | ByteTokenizer":
+    config = Path(folder) / "tokenizer_config.json"
+    if config.exists() and read_json(config).get("tokenizer_class") == "ByteTokenizer":
+        return ByteTokenizer()
+    return Tokenizer(folder)
+
+
+class TextStream:
+    """Text of a growing list of tokens, holding back characters that are not whole yet."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+
+    def push(self, ids: list[int], final: bool = False) -> str:
+        self.ids += ids
+        text = self.tokenizer.decode(self.ids)
+        if not final and text.endswith("\ufffd"):  # a character whose bytes are still coming
+            return ""
+        new, self.shown = text[len(self.shown):], text
+        return new
+
+
+# -----------------------------------------------------------------------------
+# 13. Training rows
+# A row is token ids and a mask of the tokens that the target is to have written. Four common formats become rows here. Needs: 12.
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    loss_mask: list[bool]
+    name: str  # file:line
+
+
+def chat_messages(record: dict) -> list[dict]:
+    """OpenAI messages or ShareGPT conversations -> messages."""
+    roles = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+    if "messages" in record:
+        return record["messages"]
+    unknown = {turn["from"] for turn in record["conversations"]} - set(roles)
+    if unknown:
+        raise ValueError(f"unknown speaker {sorted(unknown)[0]!r}")
+    return [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+
+
+def render_chat(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
+    """Messages -> (tokens, mask of the assistant's tokens). Each answer is encoded apart from its prompt, as serving encodes it."""
+    if not tokenizer.has_chat_template:
+        raise ValueError("the target's tokenizer has no chat template")
+    tokens, mask, text = [], [], ""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = tokenizer.chat(messages[:i], True), tokenizer.chat(messages[:i + 1], False)
+        if not before.startswith(text) or not after.startswith(before):
+            raise ValueError("the chat template does not render this conversation turn by turn")
+        for piece, supervised in ((before[len(text):], False), (after[len(before):], True)):
+            ids = tokenizer.encode(piece)
+            tokens, mask = tokens + ids, mask + [supervised] * len(ids)
+        text = after
+    if not tokens:
+        raise ValueError("no assistant message")
+    return tokens, mask
+
+
+def encode_record(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
+    """One JSON record in any of the formats -> (tokens, loss mask). Raises ValueError saying why it cannot be used."""
+    if "input_ids" in record:
+        tokens = [int(i) for i in record["input_ids"]]
+        mask = [bool(m) for m in record.get("loss_mask", [True] * len(tokens))]
+        if len(mask) != len(tokens):
+            raise ValueError("input_ids and loss_mask differ in length")
+        return tokens, mask
+    if "messages" in record or "conversations" in record:
+        return render_chat(chat_messages(record), tokenizer)
+    if "prompt" in record and "completion" in record:
+        prompt, completion = tokenizer.encode(record["prompt"]), tokenizer.encode(record["completion"])
+        return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    if "text" in record:
+        tokens = tokenizer.encode(record["text"])
+        return tokens, [True] * len(tokens)
+    raise ValueError("no messages, conversations, prompt + completion, text or input_ids")
+
+
+def read_records(path: str | Path):
+    """Yield (name, record or None where the line is not a JSON object) for each line of a JSONL file that is not empty."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = None
+                yield f"{path.name}:{number}", record if isinstance(record, dict) else None
+
+
+def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int, progress=lambda x: x) -> tuple[list[Row], Counter, dict[str, str]]:
+    """All usable rows of JSONL files, in order; how many were skipped or cut and why; and the first name for each reason."""
+    rows, report, first = [], Counter(), {}
+    for path in paths:
+        for name, record in progress(read_records(path)):
+            try:
+                if record is None:
+                    raise ValueError("not a JSON object")
+                tokens, mask = encode_record(record, tokenizer)
+                if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                    raise ValueError(f"token ids beyond the target's vocabulary of {vocab_size}")
+                reason = "cut at --max-length" if len(tokens) > max_length else None
+                tokens, mask = tokens[:max_length], mask[:max_length]
+                spans = assistant_spans(torch.tensor([tokens]), torch.tensor([mask], dtype=torch.bool), eos_token_ids) if tokens else None
+                if spans is None or not trained_slots(spans, 0).any():
+                    raise ValueError("nothing supervised" + (" before --max-length" if reason else ""))
+                rows.append(Row(tokens, mask, name))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                reason = "skipped: " + (str(error) if isinstance(error, ValueError) else f"malformed ({type(error).__name__}: {error})")
+            if reason:
+                report[reason] += 1
+                first.setdefault(reason, name)
+    return rows, report, first
+
+
+def token_counts(rows: list[Row], vocab_size: int) -> Tensor:
+    """How often each token id is supervised: [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(torch.tensor(row.tokens)[torch.tensor(row.loss_mask, dtype=torch.bool)], minlength=vocab_size)
+    return counts
+
+
+def epoch_batches(lengths: list[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """One epoch's batches of row indices: shuffled by seed and epoch, similar lengths together (little padding), batches shuffled again.
+
+    A pure function, so that a resumed run, and training from stored features, meet the rows in the same order.
+    """
+    order, window, batches = random.Random(f"{seed}/{epoch}"), batch_size * 64, []
+    rows = list(range(len(lengths)))
+    order.shuffle(rows)
+    for start in range(0, len(rows), window):
+        near = sorted(rows[start:start + window], key=lambda r: lengths[r])
+        batches += [near[i:i + batch_size] for i in range(0, len(near), batch_size)]
+    order.shuffle(batches)
+    return batches
+
+
+def collate(rows: list[Row], device="cpu") -> tuple[Tensor, Tensor]:
+    """Rows -> (tokens [B,T], loss_mask [B,T]), right-padded with 0 and False."""
+    T = max(len(row.tokens) for row in rows)
+    pad = lambda values, with_: torch.tensor([list(v) + [with_] * (T - len(v)) for v in values], device=device)
+    return pad([row.tokens for row in rows], 0), pad([row.loss_mask for row in rows], False)

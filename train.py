@@ -1,0 +1,372 @@
+# MIT License, see LICENSE.
+"""Train an EAGLE-3 draft head for a target model.
+
+    python train.py                                                      the demo: a byte-level target and its head, from nothing, in minutes
+    torchrun train.py --target DIR --data FILE.jsonl --out DIR           a head for a real target; features are made on the fly
+    torchrun train.py --target DIR --data FILE.jsonl --out DIR --resume  go on with an interrupted run, to the same losses
+
+A row of FILE.jsonl has OpenAI `messages`, ShareGPT `conversations`, `prompt` + `completion`, `text`, or `input_ids` (+ `loss_mask`).
+--out becomes the head's folder (config.json, model.safetensors), with metrics.jsonl and checkpoint/ inside.
+"""
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from array import array
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import eagle3
+from eagle3 import DraftConfig, DraftHead, FeatureLayout, Row, SpecConfig, SpecStats, Target, TargetConfig, TTTBatch, TTTStats
+
+DEMO = Path("runs/demo")
+EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    # what
+    add("--target", help="the target's Hugging Face folder (with no --target: the demo)")
+    add("--data", action="append", default=[], help="JSONL file of training rows; may be given several times")
+    add("--held-out", help="JSONL file of held-out rows (default: the last 1 %% of the rows)")
+    add("--out", help="the head's folder, made by this run")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    # the head
+    add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
+    add("--draft-vocab-size", type=int, help="tokens that the head can draft (default: at most 32000; 8192 for vocabularies below 65536)")
+    # training
+    add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
+    add("--max-length", type=int, default=2048, help="tokens; longer rows are cut, and counted")
+    add("--batch-size", type=int, default=4, help="rows per forward")
+    add("--accumulate", type=int, default=1, help="forwards per optimizer step")
+    add("--lr", type=float, default=3e-4, help="peak learning rate (warm-up 1.5 %%, cosine to a tenth)")
+    add("--epochs", type=int, default=1, help="passes over the rows")
+    add("--steps", type=int, help="optimizer steps, instead of --epochs")
+    add("--seed", type=int, default=0, help="initial weights and order of the rows")
+    add("--save-every", type=int, default=200, help="optimizer steps between checkpoints (0 = only at the end)")
+    # machine
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"], help="of the target and of products; master weights are fp32 at least")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    args = parser.parse_args(argv)
+    if bool(args.target) != bool(args.data) or bool(args.target) != bool(args.out):
+        raise ValueError("--target, --data and --out go together (with none of them, train.py runs the demo)")
+    for name in ("ttt_steps", "batch_size", "accumulate", "epochs", "max_length"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"--steps must be at least 1: got {args.steps}")
+    return args
+
+
+# -----------------------------------------------------------------------------
+# Rows
+
+
+def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[list[Row], int]:
+    """All usable rows, and how many were skipped; what was skipped or cut is shown with its reason and first line."""
+    rows, report, first = eagle3.read_rows(paths, tokenizer, max_length, config.eos_token_ids, config.vocab_size,
+                                           partial(tqdm, desc="rows", unit="row", disable=None))
+    for reason, count in report.most_common(8):
+        print(f"  {count} rows {reason} (first: {first[reason]})")
+    if not rows:
+        raise ValueError(f"no usable row in {', '.join(map(str, paths))}: {'; '.join(report) or 'the file is empty'}")
+    return rows, sum(count for reason, count in report.items() if reason.startswith("skipped"))
+
+
+def rows_hash(rows: list[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(array("l", row.tokens).tobytes() + bytes(row.loss_mask))
+    return digest.hexdigest()[:16]
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def learning_rate(step: int, total: int, peak: float) -> float:
+    """Linear warm-up over 1.5 % of the steps, then cosine down to a tenth."""
+    warmup = max(1, round(0.015 * total))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))))
+
+
+def autocast(args):
+    return torch.autocast(args.device.split(":")[0], torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
+
+
+def make_batch(head: DraftHead, target: Target, rows: list[Row], args) -> TTTBatch:
+    """Run the target over rows and keep what the head learns from."""
+    tokens, loss_mask = eagle3.collate(rows, args.device)
+    layout = head.config.layout
+    with torch.no_grad():
+        captures = target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
+    return eagle3.prepare_ttt(head, tokens, loss_mask, captures, args.ttt_steps, [row.name for row in rows])
+
+
+def train_step(head: DraftHead, target: Target, optimizer, batches: list[list[Row]], args) -> tuple[TTTStats, float]:
+    """One optimizer step over accumulated batches; returns its statistics and the gradient norm before clipping."""
+    prepared = [make_batch(head, target, rows, args) for rows in batches]
+    num_counted = sum(batch.num_counted for batch in prepared)
+    optimizer.zero_grad()
+    stats = None
+    for batch in prepared:
+        with autocast(args):
+            loss, part = eagle3.ttt_loss(head, batch, num_counted)
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss.item()} on rows {', '.join(row.name for rows in batches for row in rows)}: lower --lr, or look at these rows")
+        loss.backward()
+        stats = part if stats is None else stats + part
+    norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5, error_if_nonfinite=True)
+    optimizer.step()
+    return stats, norm.item()
+
+
+def save_checkpoint(folder: Path, head: DraftHead, optimizer, state: dict) -> None:
+    """Everything that a resumed run needs, in one file that is renamed into place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
+    for name, parameter in head.named_parameters():
+        tensors.update({f"{key}.{name}": optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")})
+    eagle3.write_tensors(folder / "training.safetensors", tensors, {"state": json.dumps(state)})
+
+
+def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> dict:
+    """Restore head and optimizer; refuses, by name, settings that would change the curve."""
+    from safetensors import safe_open
+    with safe_open(file, framework="pt") as stored:
+        state = json.loads(stored.metadata()["state"])
+        changed = [f"{key} was {state['settings'].get(key)}, now {settings[key]}" for key in settings if settings[key] != state["settings"].get(key)]
+        if changed:
+            raise ValueError(f"--resume continues the same run, but {'; '.join(changed)}: give the same options, or another --out")
+        head.load_state_dict({name: stored.get_tensor(f"head.{name}") for name in head.state_dict()})
+        for name, parameter in head.named_parameters():
+            optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])),
+                                          **{key: stored.get_tensor(f"{key}.{name}").to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}}
+    return state
+
+
+def new_head(target: Target, rows: list[Row], args) -> DraftHead:
+    """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
+    config = target.config
+    layout = (FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers
+              else FeatureLayout.default(config.hidden_size, config.num_layers))
+    size = args.draft_vocab_size or (min(8192, config.vocab_size) if config.vocab_size < 65536 else 32000)
+    head = DraftHead(DraftConfig.for_target(config, layout, size)).init_weights(args.seed)
+    counts = eagle3.token_counts(rows, config.vocab_size)
+    head.set_draft_ids(eagle3.choose_draft_ids(counts, size))
+    print(f"features {layout}, draft vocabulary {size} of {config.vocab_size} "
+          f"({100 * counts[head.t2d].sum().item() / max(1, counts.sum().item()):.1f} % of the supervised tokens)")
+    if args.dtype == "float64":
+        head.double()
+    return head.to(args.device).attach(target)
+
+
+def train(args) -> dict:
+    """The whole run: rows, head, steps, checkpoints, evaluation. Returns the summary that is printed as the last line."""
+    out = Path(args.out)
+    checkpoint = out / "checkpoint" / "training.safetensors"
+    if args.resume and not checkpoint.exists():
+        raise FileNotFoundError(f"--resume: there is no checkpoint in {out}; leave --resume out to start")
+    if not args.resume and (checkpoint.exists() or (out / "config.json").exists()):
+        raise ValueError(f"{out} holds a run already: go on with --resume, or choose another --out")
+    print(f"eagle3 train: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}")
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    tokenizer = TokenizerWhenNeeded(args.target)
+    rows, skipped = load_rows(args.data, tokenizer, target.config, args.max_length)
+    if args.held_out:
+        held_out, _ = load_rows([args.held_out], tokenizer, target.config, args.max_length)
+    else:
+        if len(rows) < 2:
+            raise ValueError("one row cannot be both trained on and held out: add rows, or give --held-out FILE")
+        count = max(1, len(rows) // 100)
+        rows, held_out = rows[:-count], rows[-count:]
+    print(f"{len(rows)} rows to train on, {len(held_out)} held out, {skipped} skipped")
+    head = new_head(target, rows, args)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    lengths = [len(row.tokens) for row in rows]
+    per_epoch = math.ceil(math.ceil(len(rows) / args.batch_size) / args.accumulate)
+    total = args.steps or args.epochs * per_epoch
+    settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps,
+                "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
+                "seed": args.seed, "dtype": args.dtype, "rows": rows_hash(rows), "target": target.fingerprint}
+    state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
+    if args.resume:
+        state = load_checkpoint(checkpoint, head, optimizer, settings)
+    out.mkdir(parents=True, exist_ok=True)
+    metrics = out / "metrics.jsonl"  # lines behind the checkpoint belong to steps that will be made again
+    kept = metrics.read_text().splitlines()[:state["step"]] if args.resume and metrics.exists() else []
+    eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
+    bar = tqdm(total=total, initial=state["step"], desc="training", unit="step", disable=None)
+    begun, batches, epoch = time.perf_counter() - state["seconds"], None, -1
+    with metrics.open("a") as log:
+        for step in range(state["step"], total):
+            if step // per_epoch != epoch:
+                epoch = step // per_epoch
+                batches = eagle3.epoch_batches(lengths, args.batch_size, args.seed, epoch)
+            first = step % per_epoch * args.accumulate
+            chosen = [[rows[r] for r in batch] for batch in batches[first:first + args.accumulate]]
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, total, args.lr)
+            stats, norm = train_step(head, target, optimizer, chosen, args)
+            state["step"], state["tokens"] = step + 1, state["tokens"] + sum(len(row.tokens) for batch in chosen for row in batch)
+            state["seconds"] = time.perf_counter() - begun
+            line = {"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy, "simulated_acceptance_length": stats.simulated_acceptance_length,
+                    "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm, "tokens": state["tokens"]}
+            log.write(json.dumps(line) + "\n")
+            bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {' '.join(f'{a:.2f}' for a in stats.accuracy)}, "
+                                f"acceptance {stats.simulated_acceptance_length:.2f}, {state['tokens'] / state['seconds']:.0f} tok/s")
+            bar.update()
+            if (args.save_every and (step + 1) % args.save_every == 0) or step + 1 == total:
+                log.flush()
+                save_checkpoint(checkpoint.parent, head, optimizer, state)
+    bar.close()
+    print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
+    return {"out": str(out), "steps": total, "rows": len(rows), "rows_skipped": skipped, "tokens": state["tokens"],
+            "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, target, held_out, out, args)}
+
+
+class TokenizerWhenNeeded:
+    """The target's tokenizer, loaded at the first text: rows of input_ids need none."""
+
+    def __init__(self, folder):
+        self.folder, self.loaded = folder, None
+
+    def __getattr__(self, name):
+        if self.loaded is None:
+            self.loaded = eagle3.load_tokenizer(self.folder)
+        return getattr(self.loaded, name)
+
+
+# -----------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def score(head: DraftHead, target: Target, rows: list[Row], args) -> TTTStats:
+    """Teacher-forced statistics of the head on rows."""
+    stats = None
+    for start in tqdm(range(0, len(rows), args.batch_size), desc="scoring", unit="batch", disable=None, leave=False):
+        with autocast(args):
+            part = eagle3.ttt_loss(head, make_batch(head, target, rows[start:start + args.batch_size], args))[1]
+        stats = part if stats is None else stats + part
+    return stats
+
+
+def eval_prompt(row: Row) -> list[int]:
+    """What comes before the row's first answer; for a row that is all answer, its first 32 tokens (or half)."""
+    answer = row.loss_mask.index(True)
+    return row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)]
+
+
+def evaluate(head: DraftHead, target: Target, held_out: list[Row], out: Path, args) -> dict:
+    """Score held-out rows; serve held-out prompts with the head as it was saved; simulate serving on the rows that serving wrote.
+
+    The last two are acceptance lengths of the same text, one measured and one predicted: where they differ, the wiring is at fault.
+    """
+    held = score(head, target, held_out[:EVAL_ROWS], args)
+    steps, context = args.ttt_steps, target.config.max_position_embeddings
+    served_head = eagle3.load_draft(out, target)
+    prompts = [p for p in map(eval_prompt, held_out) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
+    summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
+               "simulated_acceptance_length": None, "acceptance_length": None}
+    if not prompts:
+        return summary
+    served, written = SpecStats(), []
+    for prompt in tqdm(prompts, desc="serving held-out prompts", unit="prompt", disable=None):
+        request, = eagle3.speculative_generate(target, served_head, [prompt], SpecConfig(steps, 1, steps + 1), EVAL_NEW_TOKENS)
+        served = served + request.stats
+        if len(request.output) > 1:
+            written.append(Row(prompt + request.output, [False] * len(prompt) + [True] * len(request.output), "a served answer"))
+    if written and served.rounds:
+        simulated = score(served_head, target, written, args).simulated_acceptance_length
+        summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
+        print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}")
+        print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} "
+              f"(simulated on the same answers: {simulated:.2f}); accepted by position "
+              f"{' '.join(f'{a:.2f}' for a in served.per_position_acceptance(steps))}")
+    return summary
+
+
+# -----------------------------------------------------------------------------
+# The demo
+
+
+def make_demo_target(folder: Path, data: Path, device: str) -> None:
+    """Train a small byte-level Llama on the source of Python's standard library (about a minute on two cores), and write training rows."""
+    torch.manual_seed(0)
+    sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    text = b"\n".join(sources)
+    config = TargetConfig(architecture="LlamaForCausalLM", hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=2,
+                          head_dim=32, vocab_size=eagle3.ByteTokenizer.vocab_size, rms_norm_eps=1e-5, rope=eagle3.RopeConfig(10000.0),
+                          max_position_embeddings=2048, tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+                          eos_token_ids=(eagle3.ByteTokenizer.eos_id,), dtype="float32")
+    target = Target(config).to(device)
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.02)
+    steps, B, T = 400, 16, 256
+    optimizer = torch.optim.AdamW(target.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    bar = tqdm(range(steps), desc="demo target", unit="step", disable=None)
+    for step in bar:
+        starts = torch.randint(len(ids) - T - 1, (B,))
+        rows = ids[starts[:, None] + torch.arange(T + 1)].to(device)
+        with torch.autocast(device.split(":")[0], torch.bfloat16):
+            logits = target.logits(target(rows[:, :-1]).last)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, 2e-3)
+        optimizer.step()
+        bar.set_postfix_str(f"{loss.item() / math.log(2):.2f} bits per byte")
+    chunks = [text[i:i + 512].decode("utf-8", errors="ignore") for i in range(0, len(text), 512)]
+    eagle3.write_text(data, "".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks))
+    folder.mkdir(parents=True, exist_ok=True)
+    eagle3.write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "ByteTokenizer"}))
+    eagle3.save_target(target.to(torch.bfloat16), folder)
+
+
+def demo(args) -> dict:
+    """Target, head and report with nothing downloaded; the head goes through the same train() as any other."""
+    target, data, out = DEMO / "target", DEMO / "data.jsonl", DEMO / "draft"
+    target.mkdir(parents=True, exist_ok=True)
+    if not (target / "config.json").exists():
+        make_demo_target(target, data, args.device)
+    shutil.rmtree(out, ignore_errors=True)
+    args.target, args.data, args.out, args.resume = str(target), [str(data)], str(out), False
+    args.steps, args.batch_size, args.lr = args.steps or 300, 8, 1e-3
+    summary = train(args)
+    print('now decode with it: python serve.py --prompt "import os" --max-new-tokens 200')
+    return summary
+
+
+def main() -> None:
+    try:
+        args = parse_args()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("training on several ranks is not there yet: run with one process")
+        summary = train(args) if args.target else demo(args)
+    except (ValueError, OSError) as error:
+        sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(print("train.py: interrupted; --resume goes on from the last checkpoint", file=sys.stderr) or 130)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
