@@ -1698,6 +1698,8 @@ def render_chat(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]
     """Messages -> (tokens, mask of the assistant's tokens). Each answer is encoded apart from its prompt, as serving encodes it."""
     if not tokenizer.has_chat_template:
         raise ValueError("the target's tokenizer has no chat template")
+    while messages and messages[0]["role"] == "assistant":  # ShareGPT's parts of a split conversation: nothing asked for this answer
+        messages = messages[1:]
     tokens, mask, text = [], [], ""
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -1801,3 +1803,20 @@ def collate(rows: list[Row], device="cpu") -> tuple[Tensor, Tensor]:
     T = max(len(row.tokens) for row in rows)
     pad = lambda values, with_: torch.tensor([list(v) + [with_] * (T - len(v)) for v in values], device=device)
     return pad([row.tokens for row in rows], 0), pad([row.loss_mask for row in rows], False)
+
+
+def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
+    """A prompt to serve, from a record with MT-bench `turns` (the first), `messages`, `prompt` or `input_ids`; raw: no chat template."""
+    if "input_ids" in record:
+        return [int(i) for i in record["input_ids"]]
+    if "messages" in record:
+        messages = record["messages"]
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+    elif "turns" in record or "prompt" in record:
+        messages = [{"role": "user", "content": record["turns"][0] if "turns" in record else record["prompt"]}]
+    else:
+        raise ValueError("a prompt needs turns, messages, prompt or input_ids")
+    if raw or not tokenizer.has_chat_template:
+        return tokenizer.encode("\n".join(message["content"] for message in messages))
+    return tokenizer.encode(tokenizer.chat(messages, True))

@@ -76,7 +76,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[list[Row], int]:
     """All usable rows, and how many were skipped; what was skipped or cut is shown with its reason and first line."""
     rows, report, first = eagle3.read_rows(paths, tokenizer, max_length, config.eos_token_ids, config.vocab_size,
-                                           partial(tqdm, desc="rows", unit="row", disable=None))
+                                           partial(tqdm, desc="rows", unit="row"))
     for reason, count in report.most_common(8):
         print(f"  {count} rows {reason} (first: {first[reason]})")
     if not rows:
@@ -209,7 +209,7 @@ def train(args) -> dict:
     metrics = out / "metrics.jsonl"  # lines behind the checkpoint belong to steps that will be made again
     kept = metrics.read_text().splitlines()[:state["step"]] if args.resume and metrics.exists() else []
     eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
-    bar = tqdm(total=total, initial=state["step"], desc="training", unit="step", disable=None)
+    bar = tqdm(total=total, initial=state["step"], desc="training", unit="step")
     begun, batches, epoch = time.perf_counter() - state["seconds"], None, -1
     with metrics.open("a") as log:
         for step in range(state["step"], total):
@@ -258,7 +258,7 @@ class TokenizerWhenNeeded:
 def score(head: DraftHead, target: Target, rows: list[Row], args) -> TTTStats:
     """Teacher-forced statistics of the head on rows."""
     stats = None
-    for start in tqdm(range(0, len(rows), args.batch_size), desc="scoring", unit="batch", disable=None, leave=False):
+    for start in tqdm(range(0, len(rows), args.batch_size), desc="scoring", unit="batch", leave=False):
         with autocast(args):
             part = eagle3.ttt_loss(head, make_batch(head, target, rows[start:start + args.batch_size], args))[1]
         stats = part if stats is None else stats + part
@@ -285,7 +285,7 @@ def evaluate(head: DraftHead, target: Target, held_out: list[Row], out: Path, ar
     if not prompts:
         return summary
     served, written = SpecStats(), []
-    for prompt in tqdm(prompts, desc="serving held-out prompts", unit="prompt", disable=None):
+    for prompt in tqdm(prompts, desc="serving held-out prompts", unit="prompt"):
         request, = eagle3.speculative_generate(target, served_head, [prompt], SpecConfig(steps, 1, steps + 1), EVAL_NEW_TOKENS)
         served = served + request.stats
         if len(request.output) > 1:
@@ -320,7 +320,7 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
     steps, B, T = 400, 16, 256
     optimizer = torch.optim.AdamW(target.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    bar = tqdm(range(steps), desc="demo target", unit="step", disable=None)
+    bar = tqdm(range(steps), desc="demo target", unit="step")
     for step in bar:
         starts = torch.randint(len(ids) - T - 1, (B,))
         rows = ids[starts[:, None] + torch.arange(T + 1)].to(device)

@@ -1,0 +1,204 @@
+# MIT License, see LICENSE.
+"""Decode with a target model and its EAGLE-3 draft head.
+
+    python serve.py --prompt "import os"                              the demo's pair (made by: python train.py)
+    torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
+    torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
+
+A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`. Decoding is greedy (temperature 0).
+"""
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+import eagle3
+from eagle3 import Engine, FeatureLayout, SpecConfig, SpecStats
+
+DEMO = Path("runs/demo")
+TIE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}  # logit gap under which two greedy texts may part by rounding
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    # models
+    add("--target", help="the target's Hugging Face folder (default: the demo's)")
+    add("--draft", help="the head's folder (with --target and no --draft: plain decoding)")
+    add("--layers", help="states the head's boundaries, such as 2,15,27 or embed,3,31; must equal the layout that the head carries")
+    # what to do
+    add("--prompt", help="text to answer")
+    add("--prompt-ids", help="token ids to continue, such as 1,2,3")
+    add("--raw", action="store_true", help="no chat template")
+    add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
+    add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
+    add("--max-new-tokens", type=int, default=128, help="per prompt")
+    add("--max-batch", type=int, default=1, help="prompts decoded at once in --bench")
+    # speculation: all three, or none of them
+    add("--num-steps", type=int, help="consecutive guesses per round (default 4)")
+    add("--draft-topk", type=int, help="guesses per node; 1 drafts a chain (default 1)")
+    add("--num-draft-tokens", type=int, help="nodes verified per round, the root included (default 5)")
+    # machine
+    add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    args = parser.parse_args(argv)
+    if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench)) != 1:
+        raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3 and --bench FILE")
+    return args
+
+
+def resolve_spec(args) -> SpecConfig:
+    given = (args.num_steps, args.draft_topk, args.num_draft_tokens)
+    if all(x is None for x in given):
+        return SpecConfig(num_steps=4, topk=1, num_draft_tokens=5)
+    if any(x is None for x in given):
+        raise ValueError("--num-steps, --draft-topk and --num-draft-tokens go together: give all three, or none (4, 1, 5)")
+    return SpecConfig(*given)
+
+
+def load(args):
+    """Target, head (or None) and spec (or None); prints what was resolved."""
+    spec = resolve_spec(args)  # before any weights are read
+    if args.target is None:
+        if args.draft is not None:
+            raise ValueError("--draft needs its --target")
+        args.target, args.draft = DEMO / "target", DEMO / "draft"
+        if not (args.draft / "config.json").exists():
+            raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` (some minutes), or name a --target")
+    stated = None
+    if args.layers:
+        config = eagle3.read_target_config(args.target)
+        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    args.dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    head = eagle3.load_draft(args.draft, target, stated) if args.draft else None
+    print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}")
+    print(f"draft head {args.draft}: features {head.config.layout}; {spec}" if head else "no draft head: plain decoding")
+    return target, head, spec if head else None
+
+
+def answer(args) -> dict:
+    """Stream one answer."""
+    target, head, spec = load(args)
+    if args.prompt_ids is not None:
+        parts = args.prompt_ids.split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise ValueError(f"--prompt-ids must be token ids such as 1,2,3: got {args.prompt_ids!r}")
+        prompt, stream = [int(part) for part in parts], None
+    else:
+        tokenizer = eagle3.load_tokenizer(args.target)
+        if not args.raw and not tokenizer.has_chat_template:
+            print("the target has no chat template: the prompt goes in as it is")
+        prompt, stream = eagle3.encode_prompt({"prompt": args.prompt}, tokenizer, args.raw), eagle3.TextStream(tokenizer)
+    engine = Engine(target, head, spec, max_length=len(prompt) + args.max_new_tokens)
+    request = engine.submit(prompt, args.max_new_tokens)
+    begun = time.perf_counter()
+    while engine.busy:
+        for _, tokens in engine.step():
+            print("".join(f"{token} " for token in tokens) if stream is None else stream.push(tokens), end="", flush=True)
+    seconds = time.perf_counter() - begun
+    print("" if stream is None else stream.push([], final=True))
+    if request.finish_reason == "error":
+        raise ValueError("the target's logits were not finite: check its weights and --dtype")
+    return {"prompt_tokens": len(prompt), "new_tokens": len(request.output), "finish_reason": request.finish_reason,
+            "tok_s": round(len(request.output) / seconds, 1), "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
+
+
+def rounded(x: float | None, digits: int = 3) -> float | None:
+    return None if x is None else round(x, digits)
+
+
+def bench_prompts(args) -> list[list[int]]:
+    prompts, tokenizer = [], None
+    for name, record in eagle3.read_records(args.bench):
+        if args.limit is not None and len(prompts) == args.limit:
+            break
+        if record is None:
+            raise ValueError(f"{name} is not a JSON object")
+        if "input_ids" not in record and tokenizer is None:
+            tokenizer = eagle3.load_tokenizer(args.target)
+        try:
+            prompts.append(eagle3.encode_prompt(record, tokenizer, args.raw))
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from None
+    if not prompts:
+        raise ValueError(f"{args.bench} holds no prompt")
+    return prompts
+
+
+def timed(engine: Engine, prompts: list[list[int]], max_new_tokens: int):
+    begun = time.perf_counter()
+    requests = eagle3.run_requests(engine, prompts, max_new_tokens)
+    return requests, time.perf_counter() - begun
+
+
+def bench(args) -> dict:
+    """Each batch of prompts plainly and speculatively, in turns (A B, B A, ...), and whether the texts are the same."""
+    target, head, spec = load(args)
+    if head is None:
+        raise ValueError("--bench compares with and without a head: give --draft")
+    prompts = bench_prompts(args)
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    engines = {"plain": Engine(target, max_batch=args.max_batch, max_length=longest),
+               "spec": Engine(target, head, spec, max_batch=args.max_batch, max_length=longest)}
+    for engine in engines.values():  # warm-up, not timed
+        eagle3.run_requests(engine, prompts[:args.max_batch], min(8, args.max_new_tokens))
+        engine.times = {name: [] for name in engine.times}
+    seconds, tokens = {"plain": 0.0, "spec": 0.0}, {"plain": 0, "spec": 0}
+    stats, ratios, identical, ties = SpecStats(), [], 0, 0
+    for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
+        batch, results, took = prompts[start:start + args.max_batch], {}, {}
+        for name in ("plain", "spec") if start // args.max_batch % 2 == 0 else ("spec", "plain"):
+            results[name], took[name] = timed(engines[name], batch, args.max_new_tokens)
+            seconds[name] += took[name]
+            tokens[name] += sum(len(request.output) for request in results[name])
+        rate = {name: sum(len(r.output) for r in results[name]) / took[name] for name in results}
+        ratios.append(rate["spec"] / rate["plain"])
+        for prompt, plain, fast in zip(batch, results["plain"], results["spec"]):
+            stats = stats + fast.stats
+            parted = eagle3.first_divergence(target, prompt, plain.output, fast.output)
+            identical += parted is None
+            if parted is not None:
+                ties += parted[1] < TIE[args.dtype]
+                tqdm.write(f"texts part after {parted[0]} tokens, where the two tokens' logits are {parted[1]:.2g} apart: "
+                           + ("a rounding tie" if parted[1] < TIE[args.dtype] else "NOT a tie"))
+    ms_plain = median(engines["plain"].times["round"])
+    times = {name: median(values) for name, values in engines["spec"].times.items()}
+    rate = {name: tokens[name] / seconds[name] for name in seconds}
+    break_even, acceptance = times["round"] / ms_plain, stats.acceptance_length
+    pays = "" if acceptance is None or acceptance > break_even else ": cannot pay"
+    shown = "none (every answer ended in its first round)" if acceptance is None else f"{acceptance:.2f}"
+    print(f"acceptance length {shown} of at most {spec.ceiling}; break-even {break_even:.2f}{pays}")
+    print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
+          f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included")
+    return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
+            "temperature": 0, "seed": None, "spec": [spec.num_steps, spec.topk, spec.num_draft_tokens],
+            "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1), "speedup": rounded(rate["spec"] / rate["plain"]),
+            "expected_speedup": rounded(acceptance and acceptance / break_even), "acceptance_length": rounded(acceptance),
+            "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(spec.num_steps)], "ceiling": spec.ceiling,
+            "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
+            "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
+            "replay": None, "peer_tok_s": None, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def main() -> None:
+    try:
+        args = parse_args()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("serving on several ranks is not there yet: run with one process")
+        summary = bench(args) if args.bench else answer(args)
+    except (ValueError, OSError) as error:
+        sys.exit(print(f"serve.py: {error}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(print("serve.py: interrupted", file=sys.stderr) or 130)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
