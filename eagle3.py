@@ -879,6 +879,11 @@ def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: di
     return TTTBatch(tokens, spans, head.config.layout.pack(captures), teacher_tokens, index, torch.cat(draft_logits), torch.tensor(counted))
 
 
+def ttt_weights(ttt_steps: int, num_counted: Tensor) -> Tensor:
+    """What each counted slot weighs: 0.8^i / (number of step i's counted slots); 0 for a step that has none. [K]"""
+    return torch.where(num_counted > 0, 0.8 ** torch.arange(ttt_steps, dtype=torch.float64) / num_counted.clamp(min=1), 0.0)
+
+
 @dataclass
 class TTTStats:
     """Sums over batches. Rates come out by division, so two of these can be added."""
@@ -904,11 +909,6 @@ class TTTStats:
     @property
     def simulated_acceptance_length(self) -> float:
         return self.emitted / max(self.rounds, 1)
-
-
-def ttt_weights(ttt_steps: int, num_counted: Tensor) -> Tensor:
-    """What each counted slot weighs: 0.8^i / (number of step i's counted slots); 0 for a step that has none. [K]"""
-    return torch.where(num_counted > 0, 0.8 ** torch.arange(ttt_steps, dtype=torch.float64) / num_counted.clamp(min=1), 0.0)
 
 
 def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_ids) -> tuple[int, int]:

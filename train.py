@@ -29,7 +29,7 @@ from tqdm import tqdm
 import eagle3
 from eagle3 import DraftConfig, DraftHead, FeatureLayout, Row, SpecConfig, SpecStats, Target, TargetConfig, TTTBatch, TTTStats
 
-DEMO = Path("runs/demo")
+DEMO, DEMO_STEPS = Path("runs/demo"), (170, 90)  # optimizer steps of the demo's target and head
 EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
 
 
@@ -211,7 +211,7 @@ def train(args) -> dict:
     eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
     bar = tqdm(total=total, initial=state["step"], desc="training", unit="step")
     begun, batches, epoch = time.perf_counter() - state["seconds"], None, -1
-    with metrics.open("a") as log:
+    with metrics.open("a", buffering=1) as log:
         for step in range(state["step"], total):
             if step // per_epoch != epoch:
                 epoch = step // per_epoch
@@ -230,7 +230,6 @@ def train(args) -> dict:
                                 f"acceptance {stats.simulated_acceptance_length:.2f}, {state['tokens'] / state['seconds']:.0f} tok/s")
             bar.update()
             if (args.save_every and (step + 1) % args.save_every == 0) or step + 1 == total:
-                log.flush()
                 save_checkpoint(checkpoint.parent, head, optimizer, state)
     bar.close()
     print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
@@ -317,7 +316,7 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
     for parameter in target.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.02)
-    steps, B, T = 400, 16, 256
+    steps, B, T = DEMO_STEPS[0], 16, 256
     optimizer = torch.optim.AdamW(target.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     bar = tqdm(range(steps), desc="demo target", unit="step")
@@ -334,7 +333,7 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
             group["lr"] = learning_rate(step, steps, 2e-3)
         optimizer.step()
         bar.set_postfix_str(f"{loss.item() / math.log(2):.2f} bits per byte")
-    chunks = [text[i:i + 512].decode("utf-8", errors="ignore") for i in range(0, len(text), 512)]
+    chunks = [text[i:i + 256].decode("utf-8", errors="ignore") for i in range(0, len(text), 256)]
     eagle3.write_text(data, "".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks))
     folder.mkdir(parents=True, exist_ok=True)
     eagle3.write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "ByteTokenizer"}))
@@ -349,7 +348,8 @@ def demo(args) -> dict:
         make_demo_target(target, data, args.device)
     shutil.rmtree(out, ignore_errors=True)
     args.target, args.data, args.out, args.resume = str(target), [str(data)], str(out), False
-    args.steps, args.batch_size, args.lr = args.steps or 300, 8, 1e-3
+    args.steps, args.batch_size, args.lr = args.steps or DEMO_STEPS[1], 8, 2e-3
+    args.ttt_steps = 4
     summary = train(args)
     print('now decode with it: python serve.py --prompt "import os" --max-new-tokens 200')
     return summary

@@ -1,0 +1,1191 @@
+# MIT License, see LICENSE.
+"""The specification of eagle3.py, in its own section order, with oracles instead of recorded outputs.
+
+    pip install -r requirements.txt pytest transformers tokenizers jinja2
+    python -m pytest -q test_eagle3.py          about 3 minutes on two cores, nothing downloaded
+
+EAGLE3_SMOLLM2=DIR also compares with transformers on SmolLM2-135M-Instruct, and EAGLE3_MTBENCH=FILE.jsonl names its prompts.
+"""
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eagle3
+import serve
+import train
+from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, SpecConfig,
+                    Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate, grow_tree,
+                    load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
+
+HERE = Path(__file__).parent
+torch.set_num_threads(1)  # tiny models: threads would only wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # the scripts that the tests start, too
+CHAIN, TREE = SpecConfig(4, 1, 5), SpecConfig(4, 3, 10)
+
+
+def spec_name(spec):
+    return f"{spec.num_steps}-{spec.topk}-{spec.num_draft_tokens}"
+
+
+def assert_close(name, ours, theirs, tolerance):
+    gap = (ours - theirs).abs().max().item()
+    assert ours.shape == theirs.shape and gap <= tolerance, f"{name}: shapes {list(ours.shape)}, {list(theirs.shape)}, largest difference {gap:.3g}"
+
+
+def target_config(**changes) -> TargetConfig:
+    """A tiny Llama: 8 layers, 4 query and 2 KV heads."""
+    base = dict(architecture="LlamaForCausalLM", hidden_size=32, intermediate_size=48, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=8,
+                vocab_size=64, rms_norm_eps=1e-5, rope=RopeConfig(10000.0), max_position_embeddings=512, tie_word_embeddings=False,
+                qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, eos_token_ids=(2,), dtype="float64")
+    return TargetConfig(**{**base, **changes})
+
+
+def random_target(seed=0, dtype=torch.float64, **changes) -> Target:
+    """Weights large enough that greedy text wanders."""
+    generator = torch.Generator().manual_seed(seed)
+    target = Target(target_config(**changes))
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.35, generator=generator)
+    return target.to(dtype).requires_grad_(False)
+
+
+def random_head(target: Target, seed=1, draft_ids=None, boundaries=None, **flags) -> DraftHead:
+    config = target.config
+    layout = FeatureLayout(boundaries or (2, 4, 5), config.hidden_size, config.num_layers)
+    ids = torch.arange(config.vocab_size) if draft_ids is None else draft_ids
+    head = DraftHead(DraftConfig.for_target(config, layout, len(ids), **flags), ids).init_weights(seed)
+    for parameter in head.parameters():  # livelier than the training initialisation, so that every path matters
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + 7)) * 0.2)
+    return head.to(target.norm.weight.dtype).attach(target)
+
+
+def random_prompts(lengths, vocab_size=64, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def ttt_batch(head, target, rows, ttt_steps):
+    tokens, mask = eagle3.collate(rows)
+    layout = head.config.layout
+    captures = target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
+    return prepare_ttt(head, tokens, mask, captures, ttt_steps, [row.name for row in rows])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target()
+
+
+@pytest.fixture(scope="module")
+def trained_head(target):
+    """A head overfitted to the target's own greedy text, so that drafts are accepted, and sometimes not."""
+    prompts = random_prompts([5, 9, 13, 7, 6, 11])
+    rows = [Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "row") for r in generate(target, prompts, 40, eos_token_ids=())]
+    head = DraftHead(DraftConfig.for_target(target.config, FeatureLayout((2, 4, 5), 32, 8), 64), torch.arange(64)).init_weights(0).double().attach(target)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    batch, losses = ttt_batch(head, target, rows, 4), []
+    for _ in range(90):
+        loss, stats = ttt_loss(head, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0] and stats.accuracy[3] > 0.5, f"training must teach: {losses[0]:.3f} -> {losses[-1]:.3f}, {stats.accuracy}"
+    return head.requires_grad_(False)
+
+
+# -----------------------------------------------------------------------------
+# The file itself
+
+
+def test_contents_match_the_banners():
+    source = (HERE / "eagle3.py").read_text()
+    contents = re.findall(r"^ +(\d+)\. (.+?)(?:  +.*)?$", ast.get_docstring(ast.parse(source)).split("Contents")[1], re.M)
+    banners = re.findall(r"^# -{77}\n# (\d+)\. (.+)$", source, re.M)
+    assert contents == banners and contents, f"Contents and banners differ:\n{contents}\n{banners}"
+
+
+def test_nothing_is_used_above_its_definition():
+    tree = ast.parse((HERE / "eagle3.py").read_text())
+    line = {n.name: n.lineno for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    late = [(n.id, n.lineno) for top in tree.body for n in ast.walk(top) if isinstance(n, ast.Name) and line.get(n.id, 0) > top.end_lineno]
+    assert not late, f"used above their definition: {late}"
+
+
+# -----------------------------------------------------------------------------
+# 1. Feature layout
+
+
+def test_a_layout_prints_parses_and_stores_itself():
+    layout = FeatureLayout.parse("embed,3,31", 64, 61)
+    assert str(layout) == "cat([embed, h.3, h.31])" and layout.names == ("h.0", "h.3", "h.31") and layout.width == 192
+    assert FeatureLayout.parse(layout.flag, 64, 61) == FeatureLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+
+
+@pytest.mark.parametrize("boundaries", [(3, 3, 5), (5, 3), (), (-1, 2), (2, 62)])
+def test_boundaries_that_are_not_strictly_ascending_within_the_target_are_refused(boundaries):
+    with pytest.raises(ValueError, match="strictly ascending"):
+        FeatureLayout(boundaries, 64, 61)
+
+
+def test_the_default_layout_is_2_half_and_third_last_and_needs_seven_layers():
+    assert FeatureLayout.default(64, 32).boundaries == (2, 16, 29) and FeatureLayout.default(64, 7).boundaries == (2, 3, 4)
+    with pytest.raises(ValueError, match="at least 7 layers"):
+        FeatureLayout.default(64, 6)
+
+
+def test_layouts_of_equal_width_that_differ_are_told_apart_block_by_block():
+    head, server = FeatureLayout((0, 3, 31), 64, 61), FeatureLayout((3, 31, 59), 64, 61)
+    with pytest.raises(LayoutMismatch) as error:
+        head.require(server, "the draft head's", "the server's")
+    for part in ("cat([embed, h.3, h.31])", "cat([h.3, h.31, h.59])", "block 0 is embed against h.3", "both are 192 wide", "--layers embed,3,31"):
+        assert part in str(error.value)
+    with pytest.raises(LayoutMismatch, match="block 2 is h.31 against nothing"):
+        head.require(FeatureLayout((0, 3), 64, 61), "a", "b")
+    with pytest.raises(LayoutMismatch, match="61 layers"):
+        head.require(FeatureLayout((0, 3, 31), 64, 60), "a", "b")
+    head.require(FeatureLayout((0, 3, 31), 64, 61), "a", "b")
+
+
+def test_features_are_packed_by_name_and_a_missing_boundary_is_named():
+    layout = FeatureLayout((0, 3), 2, 8)
+    packed = layout.pack({3: torch.full((1, 1, 2), 3.0), 5: torch.ones(1, 1, 2), 0: torch.zeros(1, 1, 2)})
+    assert packed.flatten().tolist() == [0, 0, 3, 3]
+    with pytest.raises(LayoutMismatch, match=r"\[3\]"):
+        layout.pack({0: torch.zeros(1, 1, 2)})
+    layout.require_stored({"h.0", "h.3", "h.8", "input_ids"}, "features/")
+    with pytest.raises(LayoutMismatch, match="does not hold h.3"):
+        layout.require_stored({"h.0", "h.4"}, "features/")
+
+
+# -----------------------------------------------------------------------------
+# 2. Configs
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("config, expected", [
+    ({}, RopeConfig(10000.0)),
+    ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+    ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(5e5, "linear", 2.0)),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}, RopeConfig(5e5, "linear", 2.0)),
+    ({"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+])
+def test_rope_is_read_in_both_spellings(config, expected):
+    assert RopeConfig.from_json(config) == expected == RopeConfig.from_json(expected.to_json())
+
+
+@pytest.mark.parametrize("config, message", [
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "takes"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),
+    ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "contradicts itself"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}, "contradicts itself"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+])
+def test_a_rope_that_is_unknown_or_contradictory_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        RopeConfig.from_json(config)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"), ({"hidden_act": "gelu"}, "'gelu'"), ({"use_sliding_window": True}, "sliding"),
+    ({"quantization_config": {"bits": 4}}, "quantised"), ({"num_hidden_layers": None}, "num_hidden_layers"), ({"num_key_value_heads": 3}, "multiple"),
+])
+def test_a_target_that_is_not_implemented_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        TargetConfig.from_json({**target_config().to_json(), **change})
+
+
+def test_end_of_turn_tokens_are_the_union_of_both_config_files():
+    config = {**target_config().to_json(), "eos_token_id": 7}
+    assert TargetConfig.from_json(config, {"eos_token_id": [9, 7]}).eos_token_ids == (7, 9)
+    assert TargetConfig.from_json({**config, "eos_token_id": None}).eos_token_ids == ()
+
+
+def test_the_incidents_flags_are_refused_and_the_message_names_the_ways_out():
+    with pytest.raises(ValueError) as error:
+        SpecConfig(num_steps=1, topk=1, num_draft_tokens=16)
+    for way in ("--num-draft-tokens 2", "--num-steps 15", "--draft-topk 15"):
+        assert way in str(error.value)
+
+
+def test_a_spec_that_cannot_be_is_refused():
+    assert SpecConfig(3, 2, 11).ceiling == 4 and SpecConfig(8, 4, 3).ceiling == 3
+    with pytest.raises(ValueError, match="at most 10"):  # 2 + 2 * 2^2
+        SpecConfig(3, 2, 12)
+    for bad in ((0, 1, 1), (1, 0, 2), (1, 1, 1), (-1, 1, 2), (2, 1, 2)):
+        with pytest.raises(ValueError):
+            SpecConfig(*bad)
+
+
+# -----------------------------------------------------------------------------
+# 3. Transformer pieces
+
+
+def test_chunks_behind_a_cache_equal_one_whole_forward_with_rows_of_different_lengths(target):
+    rows = random_prompts([20, 13])
+    whole = [target(torch.tensor([row])).last[0] for row in rows]
+    cache = KVCache(8, 2, 2, 32, 8, torch.float64)
+    lengths = torch.zeros(2, dtype=torch.int64)
+    for sizes in ((7, 5), (1, 1), (12, 7)):  # new tokens by row; the shorter row is padded, and goes on from its own length
+        T = max(sizes)
+        starts = lengths.tolist()
+        tokens = torch.tensor([(row[s:s + n] + [0] * T)[:T] for row, s, n in zip(rows, starts, sizes)])
+        positions = lengths[:, None] + torch.arange(T)
+        out = target(tokens, CacheContext(cache, lengths, T, max(starts) + T), positions).last
+        for b, (s, n) in enumerate(zip(starts, sizes)):
+            assert_close(f"row {b}", out[b, :n], whole[b][s:s + n], 1e-12)
+        lengths = lengths + torch.tensor(sizes)
+
+
+def test_a_tree_behind_a_cache_equals_each_root_to_leaf_path_run_alone(target):
+    prompts = random_prompts([6, 11])
+    parents = torch.tensor([[0, 0, 0, 1, 1, 3], [0, 0, 1, 2, 0, 4]])
+    tokens = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(3))
+    cache, lengths = KVCache(8, 2, 2, 32, 8, torch.float64), torch.tensor([6, 11])
+    for b, prompt in enumerate(prompts):
+        target(torch.tensor([prompt]), CacheContext(cache.row(b), torch.zeros(1, dtype=torch.int64), len(prompt), len(prompt)))
+    mask = ancestor_mask(parents)
+    out = target(tokens, CacheContext(cache, lengths, 6, 17, mask), lengths[:, None] + mask.sum(-1) - 1).last
+    for b, prompt in enumerate(prompts):
+        for node in range(6):
+            path = [i for i in range(6) if mask[b, node, i]]
+            alone = target(torch.tensor([prompt + tokens[b, path].tolist()])).last[0, -1]
+            assert_close(f"row {b} node {node}", out[b, node], alone, 1e-12)
+
+
+# -----------------------------------------------------------------------------
+# 4. Target
+
+
+def make_transformers_model(folder, family, seed=0, **changes):
+    """A random transformers model, saved as Hugging Face does; norms and biases are random, too, so that none can be forgotten."""
+    import transformers
+    base = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+                max_position_embeddings=512, eos_token_id=2, bos_token_id=1, pad_token_id=0)
+    config = getattr(transformers, f"{family}Config")(**{**base, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(0, 0.3).add_(1.0 if "norm" in name else 0.0)
+    model.save_pretrained(folder, max_shard_size="40KB" if seed % 2 else "5GB")
+    return model
+
+
+VARIANTS = {
+    "llama": ("Llama", dict()),
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
+    "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0})),
+    "llama-llama3": ("Llama", dict(rope_parameters={**LLAMA3, "rope_theta": 5e5}, rms_norm_eps=1e-6)),
+    "llama-biases-head_dim": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=16, num_key_value_heads=4)),
+    "qwen2": ("Qwen2", dict(num_key_value_heads=1)),
+    "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
+    "qwen3": ("Qwen3", dict(head_dim=24)),
+    "qwen3-tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
+}
+
+
+@pytest.mark.parametrize("index, variant", list(enumerate(VARIANTS)), ids=list(VARIANTS))
+def test_a_target_equals_transformers_in_logits_every_boundary_and_greedy_text(tmp_path, index, variant):
+    family, changes = VARIANTS[variant]
+    model = make_transformers_model(tmp_path, family, seed=index, **changes)
+    assert (index % 2 == 0) != (tmp_path / "model.safetensors.index.json").exists(), "odd seeds are sharded"
+    if "rope_parameters" in changes:  # the older spelling must read the same
+        config = json.loads((tmp_path / "config.json").read_text())
+        parameters = config.pop("rope_parameters")
+        config["rope_theta"] = parameters.pop("rope_theta")
+        config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
+        older = TargetConfig.from_json(config)
+        assert older == eagle3.read_target_config(tmp_path) or older.rope == eagle3.read_target_config(tmp_path).rope
+    target = load_target(tmp_path, "float32")
+    tokens = torch.tensor(random_prompts([40, 40], seed=index))
+    out = target(tokens, boundaries=tuple(range(9)))
+    last_state = []
+    hook = model.model.layers[-1].register_forward_hook(lambda m, a, o: last_state.append(o if torch.is_tensor(o) else o[0]))
+    with torch.no_grad():
+        theirs = model(tokens, output_hidden_states=True)
+    hook.remove()
+    assert_close("logits", target.logits(out.last), theirs.logits, 2e-4)
+    for b in range(8):
+        assert_close(f"boundary {b}", out.captures[b], theirs.hidden_states[b], 1e-4)
+    assert_close("boundary L is before the norm", out.captures[8], last_state[0], 1e-4)
+    assert_close("their last is after it", target.norm(out.captures[8]), theirs.hidden_states[8], 1e-4)
+    for prompt in random_prompts([3, 17, 30], seed=index + 50):
+        with torch.no_grad():
+            text = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt):].tolist()
+        ours, = generate(target, [prompt], 24)
+        parted = eagle3.first_divergence(target, prompt, ours.output, text)
+        assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < 1e-4, f"greedy text differs: {parted}"
+
+
+@pytest.mark.skipif("EAGLE3_SMOLLM2" not in os.environ, reason="set EAGLE3_SMOLLM2 to a folder with SmolLM2-135M-Instruct (not downloaded by tests)")
+def test_greedy_text_of_smollm2_equals_transformers_on_ten_prompts():
+    import transformers
+    folder = Path(os.environ["EAGLE3_SMOLLM2"])
+    prompts = [record for _, record in eagle3.read_records(os.environ["EAGLE3_MTBENCH"])][:10] if "EAGLE3_MTBENCH" in os.environ else [
+        {"prompt": f"Tell me {what}."} for what in ("a joke", "about the sea", "why leaves fall", "who Euler was", "how bread is made", "what rust is",
+                                                    "a story", "the first ten primes", "about Paris", "how tides work")]
+    target, tokenizer = load_target(folder, "float32"), eagle3.load_tokenizer(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for record in prompts:
+        prompt = eagle3.encode_prompt(record, tokenizer)
+        with torch.no_grad():
+            text = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[0, len(prompt):].tolist()
+        parted = eagle3.first_divergence(target, prompt, generate(target, [prompt], 64)[0].output, text)
+        assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < 1e-4, f"greedy text differs: {parted}"
+
+
+# -----------------------------------------------------------------------------
+# 5. Hidden-state hooks
+
+
+def test_hooked_captures_equal_native_ones_bitwise_and_include_the_teacher(target):
+    layout, tokens = FeatureLayout((0, 3, 8), 32, 8), torch.tensor(random_prompts([12, 12]))
+    native = target(tokens, boundaries=(0, 3, 8))
+    with capture_hidden_states(target, layout) as captures:
+        target(tokens)
+        assert set(captures) == {0, 3, 8} and all(torch.equal(captures[b], native.captures[b]) for b in captures)
+        target(tokens[:, :5])
+        assert captures[3].shape[1] == 5, "every forward refills the dict"
+
+
+def test_hooks_are_gone_after_an_exception_and_after_normal_exit(target):
+    layout = FeatureLayout((2, 4, 5), 32, 8)
+    with pytest.raises(KeyError, match="mine"):
+        with capture_hidden_states(target, layout):
+            raise KeyError("mine")
+    with capture_hidden_states(target, layout):
+        target(torch.tensor([[1, 2]]))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.modules())
+
+
+def test_hooks_on_a_compiled_module_or_a_forward_that_bypasses_them_raise():
+    target, layout = random_target(), FeatureLayout((2, 4, 5), 32, 8)
+    with pytest.raises(RuntimeError, match="exactly once per forward"):
+        with capture_hidden_states(target, layout):
+            pass
+    with pytest.raises(RuntimeError, match="exactly once per forward"):
+        with capture_hidden_states(target, layout):
+            target.forward(torch.tensor([[1, 2]]))  # not through __call__: the model's own hook does not see it
+    with pytest.raises(ValueError, match="exactly one list of 9 decoder layers"):
+        with capture_hidden_states(target, FeatureLayout((2, 4, 5), 32, 9)):
+            pass
+    target.layers[3].compile(backend="eager")
+    with pytest.raises(ValueError, match="layers.3 is compiled"):
+        with capture_hidden_states(target, layout):
+            pass
+    with pytest.raises(ValueError, match="compiled"):
+        with capture_hidden_states(torch.compile(random_target(), backend="eager"), layout):
+            pass
+
+
+def test_a_head_trains_on_a_transformers_model_as_on_our_own_target(tmp_path):
+    model = make_transformers_model(tmp_path, "Llama")
+    target = load_target(tmp_path, "float32")
+    ends = TargetEnds(target.config, model.model.embed_tokens, model.model.norm, model.lm_head)
+    head = random_head(target)
+    row = Row(random_prompts([30])[0], [False] * 9 + [True] * 21, "row")
+    ours = ttt_loss(head, ttt_batch(head, target, [row], 3))[0]
+    head.attach(ends)
+    tokens, mask = eagle3.collate([row])
+    with capture_hidden_states(model, head.config.layout) as captures, torch.no_grad():
+        model(tokens)
+    theirs = ttt_loss(head, prepare_ttt(head, tokens, mask, captures, 3))[0]
+    theirs.backward()
+    assert_close("loss", ours, theirs, 1e-4)
+    assert head.fc.weight.grad.abs().sum() > 0 and model.lm_head.weight.grad is None or not model.lm_head.weight.grad.any()
+
+
+# -----------------------------------------------------------------------------
+# 6. Draft head
+
+
+def reference_head(head, features, tokens):
+    """The published formulas for whole true slots, written apart from eagle3.py (facts: official cnets.py; EAGLE-3.1 and speculators flags)."""
+    c, w = head.config, dict(head.named_parameters())
+    rms = lambda x, weight: x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * weight
+    if c.fc_norm:
+        features = torch.cat([rms(f, w[f"fc_norm.{i}.weight"]) for i, f in enumerate(features.split(c.layout.hidden_size, -1))], -1)
+    if c.norm_before_fc:
+        features = rms(features, w["input_norm.weight"])
+    g = features @ w["fc.weight"].T
+    e = rms(head.target.embed_tokens.weight[tokens], w["midlayer.input_layernorm.weight"])
+    n = rms(g, w["midlayer.hidden_norm.weight"])
+    x, T, d = torch.cat([e, n], -1), len(tokens), c.head_dim
+    angle = torch.arange(T)[:, None] / c.rope.theta ** (torch.arange(0, d, 2).float() / d)
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(x.dtype), torch.cat([angle.sin()] * 2, -1).to(x.dtype)
+    turn = lambda y: y * cos + torch.cat([-y[:, d // 2:], y[:, :d // 2]], -1) * sin
+    q, k, v = ((x @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(T, -1, d) for p in "qkv")
+    out = []
+    for h in range(c.num_heads):
+        g_h = h // (c.num_heads // c.num_kv_heads)
+        score = turn(q[:, h]) @ turn(k[:, g_h]).T / d ** 0.5
+        score = score.masked_fill(torch.triu(torch.ones(T, T), 1) > 0, float("-inf"))
+        out.append(score.softmax(-1) @ v[:, g_h])
+    h1 = (n if c.norm_before_residual else g) + torch.cat(out, -1) @ w["midlayer.self_attn.o_proj.weight"].T
+    m = rms(h1, w["midlayer.post_attention_layernorm.weight"])
+    h2 = h1 + (F.silu(m @ w["midlayer.mlp.gate_proj.weight"].T) * (m @ w["midlayer.mlp.up_proj.weight"].T)) @ w["midlayer.mlp.down_proj.weight"].T
+    normed = rms(h2, w["norm.weight"])
+    return (normed if c.norm_output else h2), normed @ w["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"norm_before_residual": True}, {"norm_output": True},
+                                   {"fc_norm": True, "norm_output": True, "norm_before_residual": True}], ids=lambda f: "+".join(f) or "official")
+def test_the_head_equals_a_separately_written_reference_for_every_flag(target, flags):
+    head = random_head(target, **flags)
+    features, tokens = torch.randn(1, 11, 96, dtype=torch.float64), torch.tensor(random_prompts([11]))
+    hidden, normed = head.step(head.fuse(features), tokens, torch.arange(11)[None], TTTAttention())
+    expected_hidden, expected_logits = reference_head(head, features[0], tokens[0])
+    assert_close("hidden", hidden[0], expected_hidden, 1e-6)  # rope angles are fp32
+    assert_close("logits", head.lm_head(normed[0]), expected_logits, 1e-6)
+
+
+def test_d2t_is_an_offset_and_t2d_a_mask(target):
+    head = random_head(target, draft_ids=torch.tensor([3, 4, 10, 63]))
+    assert head.d2t.tolist() == [3, 3, 8, 60] and head.t2d.nonzero().flatten().tolist() == [3, 4, 10, 63]
+    assert head.draft_to_target(torch.tensor([[0, 3], [2, 1]])).tolist() == [[3, 63], [10, 4]]
+    for bad in ([3, 3, 4, 5], [4, 3, 5, 6], [0, 1, 2, 64], [1, 2, 3]):
+        with pytest.raises(ValueError, match="strictly ascending"):
+            head.set_draft_ids(torch.tensor(bad))
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_filled_up_with_the_smallest_unused():
+    counts = torch.zeros(20, dtype=torch.int64)
+    counts[[15, 9, 17]] = torch.tensor([5, 7, 5])
+    assert eagle3.choose_draft_ids(counts, 2).tolist() == [9, 15]
+    assert eagle3.choose_draft_ids(counts, 6).tolist() == [0, 1, 2, 9, 15, 17]
+    assert eagle3.choose_draft_ids(counts, 20).tolist() == list(range(20))
+
+
+def test_a_head_is_not_attached_to_a_target_of_other_sizes(target):
+    head = random_head(target)
+    for change, error, message in (({"num_layers": 9}, LayoutMismatch, "9 layers"), ({"hidden_size": 16}, LayoutMismatch, "hidden size 16"),
+                                   ({"vocab_size": 65}, ValueError, "vocabulary of 64")):
+        with pytest.raises(error, match=message):
+            head.attach(random_target(**change))
+
+
+# -----------------------------------------------------------------------------
+# 7. Training-time test
+
+
+def test_spans_are_runs_of_the_mask_cut_after_their_first_end_of_turn_token():
+    tokens = torch.tensor([[9, 9, 5, 2, 8, 9, 6, 7, 2, 2], [5, 5, 5, 5, 5, 5, 5, 0, 0, 0]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1, 1, 0, 0, 0]]).bool()
+    assert assistant_spans(tokens, mask, (2,)).tolist() == [[0, 0, 1, 1, 0, 0, 2, 2, 2, 0], [1, 1, 1, 0, 0, 2, 2, 0, 0, 0]]
+    assert assistant_spans(tokens, mask, ()).tolist()[0] == [0, 0, 1, 1, 1, 0, 2, 2, 2, 2]
+
+
+def test_a_slot_is_trained_while_the_tokens_it_is_given_and_guesses_lie_in_one_span():
+    spans = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 2, 2]])  # answers at 3..6 and 8..9
+    assert trained_slots(spans, 0).nonzero()[:, 1].tolist() == [2, 3, 4, 7]  # starts at the slot before the answer
+    assert trained_slots(spans, 1).nonzero()[:, 1].tolist() == [2, 3]
+    assert trained_slots(spans, 2).nonzero()[:, 1].tolist() == [2]
+    assert trained_slots(spans, 3).nonzero()[:, 1].tolist() == []
+
+
+@pytest.mark.parametrize("flags", [{}, {"norm_output": True, "fc_norm": True}], ids=["official", "eagle-3.1"])
+def test_the_training_time_test_equals_a_sequential_rollout_with_a_kv_cache_gradients_included(target, flags):
+    """For each trained slot apart: true slots up to it in a cache, then its own guesses one by one, exactly as serving drafts."""
+    K, draft_ids = 7, torch.arange(0, 64, 2)
+    head = random_head(target, draft_ids=draft_ids, **flags)
+    rows = [Row(random_prompts([18], seed=8)[0], [False] * 5 + [True] * 13, "a"), Row(random_prompts([12], seed=9)[0], [True] * 12, "b")]
+    batch = ttt_batch(head, target, rows, K)
+    loss, stats = ttt_loss(head, batch)
+    loss.backward()
+    ours = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    sums, counted, trained, correct = [0.0] * K, [0] * K, [0] * K, [0] * K
+    for b, row in enumerate(rows):
+        n, spans = len(row.tokens), batch.spans[b].tolist()
+        tokens = torch.tensor([row.tokens])
+        teacher = target.logits(target(tokens).last)[0]
+        features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
+        for t in range(n - 2):
+            if spans[t + 1] == 0:
+                continue
+            context = _GrowingCache()
+            hidden, normed = head.step(head.fuse(features[:, :t + 1]), tokens[:, 1:t + 2], torch.arange(t + 1)[None], context)
+            hidden, normed = hidden[:, -1:], normed[:, -1:]
+            for i in range(K):
+                if t + 2 + i >= n or spans[t + 2 + i] != spans[t + 1]:
+                    break
+                if i:
+                    hidden, normed = head.step(hidden, tokens[:, t + 1 + i:t + 2 + i], torch.tensor([[t + i]]), context)
+                logits, goal = head.lm_head(normed)[0, 0], teacher[t + 1 + i]
+                trained[i] += 1
+                correct[i] += int(draft_ids[logits.argmax()] == goal.argmax())
+                if goal.argmax() % 2 == 0:
+                    counted[i] += 1
+                    sums[i] = sums[i] - (goal[draft_ids].softmax(-1) * logits.log_softmax(-1)).sum()
+    expected = sum(0.8 ** i * sums[i] / counted[i] for i in range(K) if counted[i])
+    expected.backward()
+    assert stats.num_counted.tolist() == counted and stats.num_trained.tolist() == trained and stats.num_correct.tolist() == correct
+    assert min(counted) > 0, "the test must reach all 7 steps"
+    assert_close("loss", loss, expected, 1e-10)
+    for name, parameter in head.named_parameters():
+        assert_close(f"gradient of {name}", ours[name], parameter.grad, 1e-9)
+
+
+class _GrowingCache:
+    """The plainest context: append keys, see everything before (with gradients, unlike KVCache)."""
+
+    def __init__(self):
+        self.keys, self.values = None, None
+
+    def attend(self, layer, q, k, v):
+        self.keys = k if self.keys is None else torch.cat([self.keys, k], 1)
+        self.values = v if self.values is None else torch.cat([self.values, v], 1)
+        T, S = q.shape[1], self.keys.shape[1]
+        visible = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), self.keys.transpose(1, 2), self.values.transpose(1, 2), visible, enable_gqa=True).transpose(1, 2)
+
+
+def test_accumulated_batches_with_common_counts_equal_one_batch(target):
+    head = random_head(target)
+    rows = [Row(random_prompts([n], seed=n)[0], [False] * 4 + [True] * (n - 4), f"row {n}") for n in (9, 14, 14, 20)]
+    whole, _ = ttt_loss(head, ttt_batch(head, target, rows, 5))
+    parts = [ttt_batch(head, target, rows[:1], 5), ttt_batch(head, target, rows[1:], 5)]
+    counts = sum(part.num_counted for part in parts)
+    results = [ttt_loss(head, part, counts) for part in parts]
+    assert_close("loss", sum(loss for loss, _ in results), whole, 1e-12)
+    assert abs((results[0][1] + results[1][1]).loss - whole.item()) < 1e-12
+
+
+def test_a_step_without_slots_is_left_out_and_a_short_answer_still_trains(target):
+    head = random_head(target)
+    loss, stats = ttt_loss(head, ttt_batch(head, target, [Row([5, 6, 7, 8, 9], [False, False, False, True, True], "short")], 7))
+    assert stats.num_trained.tolist() == [1, 0, 0, 0, 0, 0, 0] and loss.isfinite() and loss > 0
+    assert_close("loss", loss, stats.loss_sums[0], 1e-12)
+
+
+def test_rows_with_nothing_supervised_or_not_finite_are_an_error_that_names_them(target):
+    head = random_head(target)
+    good = Row([5, 6, 7, 8], [False, True, True, True], "data.jsonl:1")
+    for tokens, mask in (([5, 6, 7], [False] * 3), ([5, 6, 7], [False, False, True]), ([5, 2, 7], [False, True, True])):
+        with pytest.raises(ValueError, match="nothing is supervised in data.jsonl:2"):
+            ttt_batch(head, target, [good, Row(tokens, mask, "data.jsonl:2")], 3)
+    tokens, mask = eagle3.collate([good, good])
+    captures = dict(target(tokens, boundaries=(2, 4, 5, 8)).captures)
+    captures[4] = captures[4].clone()
+    captures[4][1, 2, 7] = float("nan")
+    with pytest.raises(ValueError, match="boundary 4 is not finite in row 1"):
+        prepare_ttt(head, tokens, mask, captures, 3)
+
+
+def test_simulated_serving_walks_a_row_as_serving_would():
+    """Answer at 2..7; runs of right guesses by slot: the walk starts at slot 1 with token 2 known."""
+    spans, tokens = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]), torch.tensor([[5, 5, 5, 5, 5, 5, 5, 2]])
+    runs = torch.tensor([[0, 1, 3, 2, 3, 3, 0, 0]])  # slot 1: 1 right, emits tokens 3, 4 -> slot 3: 2 right, emits 5, 6, 7 -> at the end
+    correct = torch.arange(3) < runs[..., None]
+    assert eagle3.simulate_serving(correct, tokens, spans, (2,)) == (5, 2)
+    runs[0, 3] = 1  # slot 3 now emits 5, 6 -> slot 5 is left with token 7 only: right or wrong, one token
+    assert eagle3.simulate_serving(torch.arange(3) < runs[..., None], tokens, spans, (2,)) == (5, 3)
+    assert eagle3.simulate_serving(torch.arange(3) < runs[..., None], tokens, spans, ()) == (4, 2), "a cut row's last round is left out"
+
+
+@pytest.mark.parametrize("eos", [(), (2, 9, 17, 33)], ids=["no-eos", "eos"])
+def test_simulated_and_served_acceptance_length_are_equal_on_rows_that_the_target_wrote(target, trained_head, eos):
+    """The identity behind the wiring check: same text, same head, so the same rounds, to the last token (fp64)."""
+    prompts = random_prompts([5, 9, 13, 30, 2, 21, 8, 16], seed=77) + random_prompts([5, 9, 13, 7])
+    served = speculative_generate(target, trained_head, prompts, CHAIN, 40, eos_token_ids=eos)
+    rows = [Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "row") for r in served if len(r.output) > 1]
+    target_config_with_eos = replace(target.config, eos_token_ids=eos)
+    trained_head.attach(TargetEnds(target_config_with_eos, target.embed_tokens, target.norm, target.lm_head))
+    try:
+        _, stats = ttt_loss(trained_head, ttt_batch(trained_head, target, rows, 4))
+    finally:
+        trained_head.attach(target)
+    total = sum((r.stats for r in served), eagle3.SpecStats())
+    assert (stats.emitted, stats.rounds) == (total.emitted, total.rounds) and total.acceptance_length > 1.1
+
+
+# -----------------------------------------------------------------------------
+# 8. Draft tree
+
+
+def test_the_ancestor_mask_is_the_literal_one():
+    mask = ancestor_mask(torch.tensor([[0, 0, 0, 1, 1, 3], [0, 0, 1, 2, 3, 4]])).int().tolist()
+    assert mask[0] == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 1, 0, 1]]
+    assert mask[1] == torch.ones(6, 6).tril().int().tolist(), "a chain is causal"
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE, SpecConfig(3, 2, 11), SpecConfig(1, 5, 4), SpecConfig(5, 2, 4)], ids=spec_name)
+def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(target, spec):
+    """Oracle: expand level by level in Python, each path run alone through the head with plain causal attention; keep the best nodes."""
+    head, prompts = random_head(target, draft_ids=torch.arange(1, 64, 2)), random_prompts([7, 12])
+    engine = Engine(target, head, spec, max_batch=2, max_length=64)
+    for prompt in prompts:
+        engine.submit(prompt, 20, eos_token_ids=())
+    with torch.no_grad():
+        for slot in range(2):
+            engine._prefill(slot, engine.waiting.popleft())
+        tree = grow_tree(head, engine.root, engine.hidden, engine.normed, engine.lengths, engine.draft_cache, spec, 12 + engine.margin)
+    for b, prompt in enumerate(prompts):
+        tokens = torch.tensor([prompt])
+        features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
+        root = int(engine.root[b])
+
+        def log_probs(path):
+            context = _GrowingCache()
+            following = torch.tensor([prompt[1:] + [root]])
+            hidden, normed = head.step(head.fuse(features), following, torch.arange(len(prompt))[None], context)
+            hidden, normed = hidden[:, -1:], normed[:, -1:]
+            for i, token in enumerate(path):
+                hidden, normed = head.step(hidden, torch.tensor([[token]]), torch.tensor([[len(prompt) + i]]), context)
+            return head.lm_head(normed)[0, 0].log_softmax(-1)
+
+        frontier, found = [((), 0.0)], []
+        for _ in range(spec.num_steps):
+            level = []
+            for path, score in frontier:
+                edges, ids = log_probs(path).topk(spec.topk)
+                level += [((*path, int(2 * i + 1)), score + edge.item()) for edge, i in zip(edges, ids)]
+            found += level
+            frontier = sorted(level, key=lambda node: -node[1])[:spec.topk]
+        best = {path for path, _ in sorted(found, key=lambda node: -node[1])[:spec.num_draft_tokens - 1]}
+        mask = ancestor_mask(tree.parents)[b]
+        grown = {tuple(tree.tokens[b, [i for i in range(1, len(mask)) if mask[n, i]]].tolist()) for n in range(1, len(mask))}
+        assert grown == best and tree.tokens[b, 0] == root
+        assert (tree.parents[b, 1:] < torch.arange(1, spec.num_draft_tokens)).all(), "parents stand before their children"
+
+
+# -----------------------------------------------------------------------------
+# 9. Verification
+
+
+def test_accept_takes_the_longest_path_that_the_target_agrees_with():
+    """Against a walk in Python, on random trees whose siblings differ."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        N = int(torch.randint(2, 9, (1,), generator=generator))
+        parents = torch.tensor([[0] + [int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, N)]])
+        tokens, target_tokens = torch.zeros(1, N, dtype=torch.int64), torch.randint(0, 3, (1, N), generator=generator)
+        for n in range(1, N):
+            taken = {int(tokens[0, m]) for m in range(1, n) if parents[0, m] == parents[0, n]}
+            tokens[0, n] = next(x for x in [*torch.randperm(3, generator=generator).tolist(), *range(3, 20)] if x not in taken)
+        node, path = 0, [0]
+        while True:
+            child = [n for n in range(1, N) if parents[0, n] == node and tokens[0, n] == target_tokens[0, node]]
+            if not child:
+                break
+            node = child[0]
+            path.append(node)
+        accepted = accept(DraftTree(tokens, parents), target_tokens, max_depth=8)
+        count = int(accepted.num_accepted)
+        assert count == len(path) - 1 and accepted.path[0, :count + 1].tolist() == path and (accepted.path[0, count:] == node).all()
+
+
+# -----------------------------------------------------------------------------
+# 10. Engine
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE, SpecConfig(1, 1, 2), SpecConfig(2, 4, 9)], ids=spec_name)
+@pytest.mark.parametrize("eos", [(), (2, 9, 17, 33, 41)], ids=["no-eos", "eos"])
+@pytest.mark.parametrize("which", ["random", "trained"])
+def test_speculative_greedy_text_equals_plain_greedy_text_alone_and_in_a_batch(target, trained_head, which, eos, spec):
+    head = trained_head if which == "trained" else random_head(target, draft_ids=torch.arange(0, 64, 3))
+    prompts = random_prompts([5, 9, 13, 7]) + random_prompts([1, 33, 2], seed=6)
+    plain = generate(target, prompts, 40, eos_token_ids=eos)
+    alone = [generate(target, [prompt], 40, eos_token_ids=eos)[0] for prompt in prompts]
+    fast = speculative_generate(target, head, prompts, spec, 40, eos_token_ids=eos)
+    some = speculative_generate(target, head, prompts, spec, 40, eos_token_ids=eos, max_batch=3)  # requests join as others leave
+    for a, b, c, d in zip(plain, alone, fast, some):
+        assert a.output == b.output == c.output == d.output and a.finish_reason == b.finish_reason == c.finish_reason == d.finish_reason
+        assert (a.finish_reason == "stop") == (a.output[-1] in eos) and (a.finish_reason == "length") <= (len(a.output) == 40)
+    assert not eos or any(r.finish_reason == "stop" for r in plain), "the test must see an end-of-turn token"
+    total = sum((r.stats for r in fast), eagle3.SpecStats())
+    assert total.acceptance_length <= spec.ceiling and (which == "random" or total.acceptance_length > 1.1)
+
+
+def test_every_max_new_tokens_ends_at_exactly_that_token(target, trained_head):
+    prompt = random_prompts([5])[0]
+    whole = generate(target, [prompt], 24, eos_token_ids=())[0].output
+    for n in range(1, 25):
+        for spec in (CHAIN, TREE):
+            request, = speculative_generate(target, trained_head, [prompt], spec, n, eos_token_ids=())
+            assert request.output == whole[:n] and request.finish_reason == "length"
+
+
+def test_fp32_speculation_differs_from_plain_decoding_at_most_in_ties(trained_head):
+    target = random_target(dtype=torch.float32)
+    head = DraftHead(trained_head.config, torch.arange(64))
+    head.load_state_dict(trained_head.state_dict())
+    head.attach(target)
+    prompts = random_prompts([5, 9, 13, 7, 30, 2, 19, 24], seed=31)
+    for spec in (CHAIN, TREE):
+        for prompt, plain, fast in zip(prompts, generate(target, prompts, 60, ()), speculative_generate(target, head, prompts, spec, 60, ())):
+            parted = eagle3.first_divergence(target, prompt, plain.output, fast.output)
+            assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < 1e-4
+
+
+def test_first_divergence_reports_the_gap_between_the_two_tokens(target):
+    prompt = [5, 6, 7]
+    logits = target.logits(target(torch.tensor([prompt])).last[0, -1])
+    best, second = logits.topk(2).indices.tolist()
+    index, gap = eagle3.first_divergence(target, prompt, [best, 1], [second, 1])
+    assert index == 0 and abs(gap - (logits[best] - logits[second]).item()) < 1e-9
+    assert eagle3.first_divergence(target, prompt, [1, 2], [1, 2]) is None and eagle3.first_divergence(target, prompt, [1], [1, 2])[1] == float("inf")
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=spec_name)
+def test_caches_after_any_rounds_equal_a_fresh_prefill_of_the_same_tokens(target, trained_head, spec):
+    prompts = random_prompts([5, 9, 13, 7])
+    engine = Engine(target, trained_head, spec, max_batch=4, max_length=64)
+    requests = [engine.submit(prompt, 40, eos_token_ids=()) for prompt in prompts]
+    for _ in range(6):
+        engine.step()
+    for slot, request in enumerate(requests):
+        tokens = request.prompt + request.output
+        n = int(engine.lengths[slot])
+        assert n == len(tokens) - 1 and int(engine.root[slot]) == tokens[-1]
+        fresh = Engine(target, trained_head, spec, max_batch=1, max_length=64)
+        fresh.submit(tokens[:-1], 1, eos_token_ids=())
+        fresh.step()
+        for ours, theirs in zip((*engine.cache.keys, *engine.cache.values), (*fresh.cache.keys, *fresh.cache.values)):
+            assert_close("target KV", ours[slot, :, :n], theirs[0, :, :n], 1e-11)
+        for ours, theirs in zip((*engine.draft_cache.keys, *engine.draft_cache.values), (*fresh.draft_cache.keys, *fresh.draft_cache.values)):
+            assert_close("head KV", ours[slot, :, :n], theirs[0, :, :n], 1e-11)
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=spec_name)
+def test_a_perfect_draft_reaches_the_ceiling_and_a_hostile_one_gets_exactly_one(target, monkeypatch, spec):
+    prompts = random_prompts([5, 9])
+    texts = [r.output for r in generate(target, prompts, 60, eos_token_ids=())]
+    head = random_head(target)
+    for right, expected in ((True, spec.ceiling), (False, 1)):
+        engine = Engine(target, head, spec, max_batch=2, max_length=80)
+
+        def scripted(head, root, *_):
+            """A chain of the true next tokens (or of wrong ones) as nodes 1..num_steps, the other nodes as wrong siblings of the first."""
+            rows = []
+            for request, text in zip(requests, texts):
+                ahead = (text + [0] * 16)[len(request.output):len(request.output) + spec.num_steps]
+                chain = [token if right else (token + 1) % 64 for token in ahead]
+                rows.append([request.output[-1], *chain, *[(ahead[0] + 2 + i) % 64 for i in range(spec.num_draft_tokens - 1 - len(chain))]])
+            parents = [0, *range(spec.num_steps), *[0] * (spec.num_draft_tokens - 1 - spec.num_steps)]
+            return DraftTree(torch.tensor(rows), torch.tensor([parents] * 2))
+
+        monkeypatch.setattr(eagle3, "grow_tree", scripted)
+        requests = [engine.submit(prompt, 60, eos_token_ids=()) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+        for request, text in zip(requests, texts):
+            assert request.output == text and request.stats.acceptance_length == expected
+            assert request.stats.per_position_acceptance(spec.num_steps) == [float(right)] * spec.num_steps
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
+def test_prefill_in_chunks_of_any_size_gives_the_same_text_and_the_same_rounds(target, trained_head, chunk):
+    prompts, results = random_prompts([5, 23]), []
+    for size in (chunk, 512):
+        engine = Engine(target, trained_head, CHAIN, max_batch=2, max_length=64, prefill_chunk=size)
+        results.append([(r.output, r.stats.rounds) for r in eagle3.run_requests(engine, prompts, 30, ())])
+    assert results[0] == results[1]
+
+
+def test_a_cancelled_request_stops_where_it_is_and_the_others_do_not_notice(target, trained_head):
+    prompts = random_prompts([5, 9, 13, 7])
+    expected = [r.output for r in generate(target, prompts, 40, eos_token_ids=())]
+    engine = Engine(target, trained_head, CHAIN, max_batch=2, max_length=64)
+    requests = [engine.submit(prompt, 40, eos_token_ids=()) for prompt in prompts]
+    engine.step()
+    engine.step()
+    engine.cancel(requests[0])
+    engine.cancel(requests[3])  # still waiting
+    kept = list(requests[0].output)
+    while engine.busy:
+        engine.step()
+    assert requests[0].output == kept == expected[0][:len(kept)] and len(kept) < 40 and requests[3].output == []
+    assert [r.finish_reason for r in requests] == ["cancelled", "length", "length", "cancelled"]
+    assert [r.output for r in requests[1:3]] == expected[1:3]
+
+
+def test_what_an_engine_cannot_serve_is_refused_before_any_work(target):
+    head = random_head(target)
+    with pytest.raises(ValueError, match="or neither"):
+        Engine(target, head)
+    with pytest.raises(ValueError, match="attached"):
+        Engine(random_target(), head, CHAIN)
+    with pytest.raises(ValueError, match="context of 512"):
+        Engine(target, max_length=513)
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        Engine(target, random_head(target, draft_ids=torch.tensor([1, 2])), TREE)
+    engine = Engine(target, max_length=16)
+    for prompt, count, message in (([], 4, "at least one"), ([1], 0, "at least"), ([1] * 13, 4, "fit max_length=16"), ([64], 4, "within 0..63"), ([-1], 4, "within")):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(prompt, count)
+
+
+def test_logits_that_are_not_finite_fail_their_own_request_only():
+    target = random_target()
+    target.embed_tokens.weight[60] = float("nan")  # a token that poisons whoever has it in the prompt
+    head = random_head(target)
+    engine = Engine(target, head, CHAIN, max_batch=2, max_length=64)
+    good, bad = engine.submit([5, 6, 7], 20, ()), engine.submit([5, 60, 7], 20, ())
+    while engine.busy:
+        engine.step()
+    assert bad.finish_reason == "error" and bad.output == []
+    assert good.finish_reason == "length" and len(good.output) == 20
+    with pytest.raises(RuntimeError, match=r"not finite for prompts \[1\]"):
+        generate(target, [[5, 6], [60, 6]], 4)
+
+
+# -----------------------------------------------------------------------------
+# 11. Checkpoints
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A saved target and a saved head for it."""
+    target = random_target(dtype=torch.float32)
+    save_target(target, tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    target = load_target(tmp_path / "target")
+    head = random_head(target, draft_ids=torch.arange(0, 64, 2))
+    save_draft(head, tmp_path / "draft")
+    return tmp_path, target, head
+
+
+def edit_json(path, **changes):
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def edit_tensors(path, change):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata)
+
+
+def test_a_target_and_a_head_come_back_as_they_were_saved(saved):
+    folder, target, head = saved
+    loaded = load_draft(folder / "draft", target)
+    assert loaded.config == head.config and all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), head.state_dict().values()))
+    prompts = random_prompts([4, 8])
+    assert [r.output for r in speculative_generate(target, loaded, prompts, CHAIN, 20)] == [r.output for r in generate(target, prompts, 20)]
+    assert not any(parameter.requires_grad for parameter in (*loaded.parameters(), *target.parameters()))
+    assert load_draft(folder / "draft", load_target(folder / "target", "bfloat16")).fc.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("flags, boundaries, architecture, servers", [
+    ({}, (2, 4, 5), "LlamaForCausalLMEagle3", "SGLang"), ({"fc_norm": True, "norm_output": True}, (2, 4, 5), "LlamaForCausalLMEagle3", "SGLang"),
+    ({}, (0, 3, 5), "Eagle3LlamaForCausalLM", "boundary 0"), ({}, (2, 4, 8), "Eagle3LlamaForCausalLM", "boundary 8"),
+    ({"norm_before_residual": True}, (2, 4, 5), "Eagle3LlamaForCausalLM", "norm_before_residual")])
+def test_a_saved_head_says_who_can_serve_it_and_carries_everything(saved, flags, boundaries, architecture, servers):
+    folder, target, _ = saved
+    head = random_head(target, boundaries=boundaries, draft_ids=torch.arange(0, 64, 2), **flags)
+    assert servers in save_draft(head, folder / "other")
+    config = json.loads((folder / "other" / "config.json").read_text())
+    assert config["architectures"] == [architecture] and config["eagle_aux_hidden_state_layer_ids"] == list(boundaries)
+    nested = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    assert nested == ([b - 1 for b in boundaries] if architecture == "LlamaForCausalLMEagle3" else None)
+    assert all(config[flag] == flags.get(flag, False) for flag in DraftConfig.FLAGS) and config["draft_vocab_size"] == 32
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
+    names = set(eagle3.TensorFolder(folder / "other").files)
+    assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} <= names
+    assert load_draft(folder / "other", target).config == head.config
+
+
+def test_the_incident_is_refused_a_head_on_embed_3_31_is_not_served_3_31_59(tmp_path):
+    target = random_target(num_layers=61, hidden_size=16, intermediate_size=16, dtype=torch.float32)
+    head = random_head(target, boundaries=(0, 3, 31))
+    save_draft(head, tmp_path)
+    with pytest.raises(LayoutMismatch) as error:
+        load_draft(tmp_path, target, FeatureLayout.parse("3,31,59", 16, 61))
+    for part in ("cat([embed, h.3, h.31])", "cat([h.3, h.31, h.59])", "nothing else would notice", "--layers embed,3,31"):
+        assert part in str(error.value)
+    assert load_draft(tmp_path, target, FeatureLayout.parse("embed,3,31", 16, 61)).config.layout == head.config.layout
+
+
+def test_a_head_without_a_layout_needs_it_stated_and_one_that_contradicts_itself_is_refused(saved):
+    folder, target, head = saved
+    edit_json(folder / "draft" / "config.json", eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    with pytest.raises(LayoutMismatch, match="eagle_aux_hidden_state_layer_ids"):
+        load_draft(folder / "draft", target)
+    edit_json(folder / "draft" / "config.json", eagle_aux_hidden_state_layer_ids=[2, 4, 5], feature_layout=FeatureLayout((2, 3, 5), 32, 8).to_dict())
+    with pytest.raises(LayoutMismatch, match="weight file"):
+        load_draft(folder / "draft", target)
+    edit_json(folder / "draft" / "config.json", feature_layout=...)
+    with pytest.raises(LayoutMismatch, match="state them with --layers"):
+        load_draft(folder / "draft", target)
+    assert load_draft(folder / "draft", target, head.config.layout).config == head.config
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda t: t.pop("lm_head.weight"), "missing lm_head.weight"), (lambda t: t.pop("d2t"), "missing d2t"),
+    (lambda t: t.update(extra=torch.ones(1)), "unexpected extra"), (lambda t: t.update({"fc.weight": torch.ones(32, 95)}), r"fc.weight is \[32, 95\]"),
+    (lambda t: t.update(d2t=torch.arange(0, 64, 2)), "absolute ids"), (lambda t: t.update(d2t=torch.zeros(32, dtype=torch.int64)), "contradict"),
+    (lambda t: t.update(t2d=torch.arange(64) < 32), "contradict")])
+def test_a_head_whose_tensors_are_not_sound_is_refused_by_name(saved, change, message):
+    folder, target, _ = saved
+    edit_tensors(folder / "draft" / "model.safetensors", change)
+    with pytest.raises(ValueError, match=message):
+        load_draft(folder / "draft", target)
+
+
+def test_a_target_folder_that_is_not_whole_is_refused_by_name(saved):
+    folder = saved[0] / "target"
+    edit_tensors(folder / "model.safetensors", lambda t: t.pop("model.layers.3.mlp.up_proj.weight"))
+    with pytest.raises(ValueError, match="missing model.layers.3.mlp.up_proj.weight"):
+        load_target(folder)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:len(data) // 2])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load_target(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="lacks model.safetensors"):
+        load_target(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_target(folder)
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        load_target(folder / "nowhere")
+
+
+def test_another_tokenizer_or_size_is_an_error_and_a_fine_tune_a_warning(saved):
+    folder, target, head = saved
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_draft(folder / "draft", target)
+    shutil.copytree(folder / "target", folder / "tuned")
+    edit_tensors(folder / "tuned" / "model.safetensors", lambda t: t["lm_head.weight"].add_(0.01))
+    with pytest.warns(UserWarning, match="fine-tune"):
+        load_draft(folder / "draft", load_target(folder / "tuned"))
+    (folder / "tuned" / "tokenizer.json").write_text('{"other": 1}')
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_draft(folder / "draft", load_target(folder / "tuned"))
+
+
+# -----------------------------------------------------------------------------
+# 12. Text
+
+
+CHAT_TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+                 "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    """A byte-level tokenizer.json with a chat template, written with the tokenizers library."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE, "eos_token": {"content": "<|end|>"}}))
+    return folder
+
+
+def test_streamed_text_holds_back_characters_that_are_not_whole(tokenizer_folder):
+    for tokenizer in (eagle3.ByteTokenizer(), eagle3.load_tokenizer(tokenizer_folder)):
+        ids, stream = tokenizer.encode("né → 漢"), eagle3.TextStream(tokenizer)
+        pieces = [stream.push([i]) for i in ids]
+        assert "".join(pieces) == "né → 漢" and all("\ufffd" not in piece for piece in pieces)
+        cut = eagle3.TextStream(tokenizer)
+        assert cut.push(ids[:2]) == "" or True
+        assert (cut.push([], final=True) or "\ufffd").endswith("\ufffd"), "at the end what is left is shown"
+
+
+def test_a_missing_tokenizer_or_package_is_one_clear_line(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+        eagle3.load_tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="pip install tokenizers"):
+        eagle3.load_tokenizer(tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# 13. Training rows
+
+
+def test_the_chat_mask_covers_each_answer_with_its_end_of_turn_token(tokenizer_folder):
+    tokenizer = eagle3.load_tokenizer(tokenizer_folder)
+    sharegpt = {"conversations": [{"from": "gpt", "value": "lost"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"},
+                                  {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "unanswered"}]}
+    openai = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "a"},
+                           {"role": "assistant", "content": "b"}]}
+    tokens, mask = eagle3.encode_record(sharegpt, tokenizer)
+    assert (tokens, mask) == eagle3.encode_record(openai, tokenizer)
+    assert tokenizer.tokenizer.decode(tokens, skip_special_tokens=False) == "<|user|>hi<|end|>\n<|assistant|>yo<|end|>\n<|user|>a<|end|>\n<|assistant|>b<|end|>\n"
+    assert tokenizer.tokenizer.decode([t for t, m in zip(tokens, mask) if m], skip_special_tokens=False) == "yo<|end|>\nb<|end|>\n"
+    end = tokenizer.tokenizer.token_to_id("<|end|>")
+    spans = assistant_spans(torch.tensor([tokens]), torch.tensor([mask]), (end,))[0]
+    assert tokenizer.tokenizer.decode([t for t, s in zip(tokens, spans) if s], skip_special_tokens=False) == "yo<|end|>b<|end|>"
+
+
+def test_every_row_format_is_read_and_what_is_skipped_or_cut_is_counted_with_its_reason(tmp_path, tokenizer_folder):
+    tokenizer, file = eagle3.load_tokenizer(tokenizer_folder), tmp_path / "rows.jsonl"
+    records = [{"text": "plain text"}, {"prompt": "question", "completion": "an answer"}, {"input_ids": [1, 2, 3, 4]},
+               {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]},
+               {"other": 1}, {"text": "x" * 100}, {"input_ids": [1, 2, 9999]}, {"messages": [{"role": "user", "content": "no answer"}]}, {"messages": 5},
+               {"conversations": [{"from": "martian", "value": "?"}]}, {"input_ids": [1] * 60, "loss_mask": [0] * 58 + [1, 1]}]
+    file.write_text("\n".join(json.dumps(r) for r in records) + "\n\n{broken\n[1]\n")
+    rows, report, first = eagle3.read_rows([file], tokenizer, 50, (), 300)
+    assert [row.name for row in rows] == [f"rows.jsonl:{n}" for n in (1, 2, 3, 4, 8)]
+    assert rows[1].loss_mask == [False] * 8 + [True] * 9 and rows[3].loss_mask == [False, False, True, True] and len(rows[4].tokens) == 50
+    expected = {"cut at --max-length": 1, "skipped: input_ids and loss_mask differ in length": 1, "skipped: nothing supervised": 1,
+                "skipped: nothing supervised before --max-length": 1, "skipped: no messages, conversations, prompt + completion, text or input_ids": 1,
+                "skipped: token ids beyond the target's vocabulary of 300": 1, "skipped: no assistant message": 1, "skipped: unknown speaker 'martian'": 1,
+                "skipped: not a JSON object": 2}
+    assert {key: count for key, count in report.items() if "malformed" not in key} == expected and sum(report.values()) == 11
+    assert first["cut at --max-length"] == "rows.jsonl:8" and first["skipped: not a JSON object"] == "rows.jsonl:15"
+
+
+def test_a_template_that_does_not_render_turn_by_turn_is_not_guessed_at(tokenizer_folder):
+    tokenizer = eagle3.load_tokenizer(tokenizer_folder)
+    tokenizer.chat = lambda messages, add: f"{len(messages)} messages" + messages[-1]["content"]
+    with pytest.raises(ValueError, match="turn by turn"):
+        eagle3.render_chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+
+
+def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_with_little_padding():
+    lengths = [int(x) for x in torch.randint(10, 500, (1001,), generator=torch.Generator().manual_seed(0))]
+    batches = eagle3.epoch_batches(lengths, 8, seed=3, epoch=1)
+    assert sorted(r for batch in batches for r in batch) == list(range(1001)) and batches == eagle3.epoch_batches(lengths, 8, 3, 1)
+    assert batches != eagle3.epoch_batches(lengths, 8, 3, 2) != eagle3.epoch_batches(lengths, 8, 4, 2)
+    padded = sum(max(lengths[r] for r in batch) * len(batch) for batch in batches)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_prompts_are_read_from_every_bench_format(tokenizer_folder):
+    tokenizer = eagle3.load_tokenizer(tokenizer_folder)
+    expected = tokenizer.encode("<|user|>hi<|end|>\n<|assistant|>")
+    for record in ({"turns": ["hi", "more"]}, {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}):
+        assert eagle3.encode_prompt(record, tokenizer) == expected and eagle3.encode_prompt(record, tokenizer, raw=True) == tokenizer.encode("hi")
+    assert eagle3.encode_prompt({"input_ids": [4, 5]}, None) == [4, 5]
+    with pytest.raises(ValueError, match="needs turns"):
+        eagle3.encode_prompt({"text": "hi"}, tokenizer)
+
+
+# -----------------------------------------------------------------------------
+# The scripts, as real processes
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A tiny target on disk and token-id rows for it."""
+    folder = tmp_path_factory.mktemp("project")
+    target = random_target(dtype=torch.float32)
+    save_target(target, folder / "target")
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, 40, (60,), generator=generator).tolist()
+    rows = [{"input_ids": row, "loss_mask": [0] * 4 + [1] * (len(row) - 4)} for row in random_prompts(lengths, seed=2)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input_ids": row["input_ids"][:6]}) + "\n" for row in rows[:5]))
+    return folder
+
+
+def run_script(script, *args, check=0, cwd=None):
+    result = subprocess.run([sys.executable, HERE / script, *map(str, args)], capture_output=True, text=True, cwd=cwd or HERE, timeout=600)
+    assert result.returncode == check, f"{script} ended with {result.returncode}:\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+    return result
+
+
+def train_args(project, out, steps, *more):
+    return ("--target", project / "target", "--data", project / "rows.jsonl", "--out", out, "--steps", steps, "--dtype", "float32", "--ttt-steps", 3,
+            "--batch-size", 4, "--accumulate", 2, "--lr", 0.003, "--save-every", 5, *more)
+
+
+def test_a_killed_training_resumes_to_the_same_losses_and_weights_bit_for_bit(project, tmp_path):
+    run_script("train.py", *train_args(project, tmp_path / "whole", 40))
+    command = [sys.executable, HERE / "train.py", *map(str, train_args(project, tmp_path / "killed", 40))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoint = tmp_path / "killed" / "checkpoint" / "training.safetensors"
+    while not checkpoint.exists():
+        assert process.poll() is None, "training ended before its first checkpoint"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "config.json").exists(), "a run that was killed must not look finished"
+    refused = run_script("train.py", *train_args(project, tmp_path / "killed", 40), check=2)
+    assert "--resume" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+    refused = run_script("train.py", *train_args(project, tmp_path / "killed", 40, "--seed", 5, "--resume"), check=2)
+    assert "seed was 0, now 5" in refused.stderr
+    resumed = run_script("train.py", *train_args(project, tmp_path / "killed", 40, "--resume"))
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "killed" / "metrics.jsonl").read_text()
+    whole, killed = (eagle3.TensorFolder(tmp_path / name) for name in ("whole", "killed"))
+    assert all(torch.equal(whole.tensor(name), killed.tensor(name)) for name in whole.files) and set(whole.files) == set(killed.files)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 40 and lines[-1]["loss"] < lines[0]["loss"]
+    summary = json.loads(resumed.stdout.splitlines()[-1])
+    assert set(summary) == {"out", "steps", "rows", "rows_skipped", "tokens", "tok_s", "loss", "accuracy", "simulated_acceptance_length", "acceptance_length"}
+    assert summary["acceptance_length"] == pytest.approx(summary["simulated_acceptance_length"], rel=0.03), "measured and predicted on the same answers"
+
+
+def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(project, tmp_path):
+    run_script("train.py", *train_args(project, tmp_path / "draft", 5, "--layers", "embed,3,5"))
+    pair = ("--target", project / "target", "--draft", tmp_path / "draft")
+    result = run_script("serve.py", *pair, "--prompt-ids", "5,6,7", "--max-new-tokens", 12)
+    plain = run_script("serve.py", "--target", project / "target", "--prompt-ids", "5,6,7", "--max-new-tokens", 12)
+    expected = generate(load_target(project / "target"), [[5, 6, 7]], 12)[0].output
+    for output in (result.stdout, plain.stdout):
+        assert [int(t) for t in output.splitlines()[-2].split()] == expected
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["new_tokens"] == len(expected) and summary["acceptance_length"] >= 1.0 and "cat([embed, h.3, h.5])" in result.stdout
+    for batch, spec in ((1, (4, 1, 5)), (3, (3, 2, 8))):
+        flags = ("--num-steps", spec[0], "--draft-topk", spec[1], "--num-draft-tokens", spec[2])
+        bench = run_script("serve.py", *pair, "--bench", project / "prompts.jsonl", "--max-new-tokens", 16, "--max-batch", batch, *flags)
+        summary = json.loads(bench.stdout.splitlines()[-1])
+        assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup expected_speedup "
+                                   "acceptance_length per_position_acceptance ceiling break_even identical ties ms_plain ms_draft ms_verify ms_host "
+                                   "replay peer_tok_s torch threads".split())
+        assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
+        assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1
+    wrong = run_script("serve.py", *pair, "--prompt-ids", "5", "--layers", "2,4,5", check=2)
+    assert "cat([embed, h.3, h.5])" in wrong.stderr and "cat([h.2, h.4, h.5])" in wrong.stderr and len(wrong.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("script, args, message", [
+    ("serve.py", ("--prompt", "x", "--num-steps", 1, "--draft-topk", 1, "--num-draft-tokens", 16), "contradict each other"),
+    ("serve.py", ("--prompt", "x", "--num-steps", 3), "go together"), ("serve.py", (), "give one of"), ("serve.py", ("--prompt", "x"), "python train.py"),
+    ("serve.py", ("--target", "nowhere", "--prompt", "x"), "not a folder"), ("train.py", ("--target", "nowhere"), "go together"),
+    ("train.py", ("--target", "nowhere", "--data", "none.jsonl", "--out", "out"), "not a folder")])
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, script, args, message):
+    result = run_script(script, *args, check=2, cwd=tmp_path)
+    assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert not (tmp_path / "out").exists(), "nothing is made before the mistake is found"
+
+
+def test_rows_that_cannot_be_used_end_the_run_with_their_reasons(project, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}\n{"text": "no tokenizer here"}\n')
+    result = run_script("train.py", "--target", project / "target", "--data", tmp_path / "bad.jsonl", "--out", tmp_path / "out", check=2)
+    assert "no tokenizer.json" in result.stderr
+    (tmp_path / "bad.jsonl").write_text('{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}\n')
+    result = run_script("train.py", "--target", project / "target", "--data", tmp_path / "bad.jsonl", "--out", tmp_path / "out", check=2)
+    assert "no usable row" in result.stderr and "nothing supervised" in result.stderr
+
+
+def test_the_demo_makes_a_target_trains_a_head_and_serves_it(tmp_path):
+    """A shortened demo: the same path with fewer steps."""
+    code = "import sys, train; train.DEMO_STEPS = (12, 4); sys.argv = ['train.py']; train.main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(HERE)}, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["out"] == "runs/demo/draft" and summary["acceptance_length"] >= 1.0
+    served = run_script("serve.py", "--prompt", "import os", "--max-new-tokens", 24, cwd=tmp_path)
+    assert json.loads(served.stdout.splitlines()[-1])["new_tokens"] == 24
