@@ -58,7 +58,7 @@ import time
 import warnings
 from collections import Counter, deque
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -77,6 +77,12 @@ class LayoutMismatch(ValueError):
     """Two sides mean different hidden states by 'the features'."""
 
 
+def config_value(config: dict, key: str, where: str = "config.json"):
+    if config.get(key) is None:
+        raise ValueError(f"{where} must state {key!r}: it is missing")
+    return config[key]
+
+
 @dataclass(frozen=True)
 class FeatureLayout:
     """The boundaries whose hidden states are concatenated into features, and the target that they are boundaries of.
@@ -89,7 +95,7 @@ class FeatureLayout:
     num_layers: int
 
     def __post_init__(self):
-        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))  # lists compare unequal to tuples
         b, last = self.boundaries, self.num_layers
         if not b or any(x >= y for x, y in zip(b, b[1:])) or b[0] < 0 or b[-1] > last:
             raise ValueError(f"boundaries must be strictly ascending, from 0 (or embed) to {last} (the target's layers): got {list(b)}")
@@ -98,7 +104,8 @@ class FeatureLayout:
     def default(cls, hidden_size: int, num_layers: int) -> "FeatureLayout":
         """The boundaries (2, L//2, L-3) that EAGLE, SGLang, vLLM and SpecForge capture by default (official: modeling_llama_kv.py)."""
         if num_layers < 7:
-            raise ValueError(f"the default boundaries (2, L//2, L-3) need at least 7 layers: this target has {num_layers}; name them with --layers")
+            raise ValueError(f"the default boundaries (2, L//2, L-3) need at least 7 layers, this target has {num_layers}: "
+                             "name them with --layers")
         return cls((2, num_layers // 2, num_layers - 3), hidden_size, num_layers)
 
     @classmethod
@@ -111,7 +118,7 @@ class FeatureLayout:
 
     @classmethod
     def from_dict(cls, stored: dict) -> "FeatureLayout":
-        return cls(tuple(stored["boundaries"]), stored["hidden_size"], stored["num_layers"])
+        return cls(*(config_value(stored, key, "feature_layout") for key in ("boundaries", "hidden_size", "num_layers")))
 
     def to_dict(self) -> dict:
         return {"boundaries": list(self.boundaries), "hidden_size": self.hidden_size, "num_layers": self.num_layers}
@@ -146,8 +153,9 @@ class FeatureLayout:
             return
         if (self.hidden_size, self.num_layers) != (other.hidden_size, other.num_layers):
             raise LayoutMismatch(
-                f"feature layouts differ: {ours} is for a target of {self.num_layers} layers and hidden size {self.hidden_size}, {theirs} for one "
-                f"of {other.num_layers} layers and hidden size {other.hidden_size}. Use the target that the head was trained for.")
+                f"feature layouts differ: {ours} is for a target of {self.num_layers} layers and hidden size {self.hidden_size}, "
+                f"{theirs} for one of {other.num_layers} layers and hidden size {other.hidden_size}. "
+                "Use the target that the head was trained for.")
         name = lambda b: "nothing" if b is None else "embed" if b == 0 else f"h.{b}"
         size = max(len(self.boundaries), len(other.boundaries))
         pad = lambda b: b + (None,) * (size - len(b))
@@ -156,7 +164,8 @@ class FeatureLayout:
         alike = f" (both are {self.width} wide, so nothing else would notice)" if self.width == other.width else ""
         raise LayoutMismatch(
             f"feature layouts differ: {ours} is {self}, {theirs} is {other}: {', '.join(differences)}{alike}. "
-            f"Use --layers {self.flag} to match {ours} (or leave --layers out where the layout is carried), or train a head on {other.flag}.")
+            f"Use --layers {self.flag} to match {ours} (or leave --layers out where the layout is carried), "
+            f"or train a head on {other.flag}.")
 
     def require_stored(self, names, where: str) -> None:
         """Raise LayoutMismatch unless every boundary that these features need is among the stored names."""
@@ -168,14 +177,8 @@ class FeatureLayout:
 
 # -----------------------------------------------------------------------------
 # 2. Configs
-# Facts of a checkpoint have no default: what a config.json does not say, or says in a way that this file does not implement, is refused
-# by name. Needs: 1.
-
-
-def config_value(config: dict, key: str):
-    if config.get(key) is None:
-        raise ValueError(f"config.json must state {key!r}: it is missing")
-    return config[key]
+# What a config.json says in a way that this file does not implement is refused by name, and so are missing sizes; absent keys that
+# transformers gives a default have that default here. Needs: 1.
 
 
 @dataclass(frozen=True)
@@ -196,11 +199,11 @@ class RopeConfig:
         """Read config.json's rope; raises ValueError for an unknown type or key, or where the two spellings contradict each other."""
         old, new = config.get("rope_scaling"), config.get("rope_parameters")
         theta = config.get("rope_theta")
+        if any(spelling.get("partial_rotary_factor", 1.0) != 1.0 for spelling in (config, old or {}, new or {})):
+            raise ValueError("partial_rotary_factor other than 1.0 is not supported")
         found = [cls._read(spelling, theta) for spelling in (old, new) if spelling] or [cls._read({}, theta)]
         if old and new and found[0] != found[1]:
             raise ValueError(f"config.json contradicts itself: rope_scaling says {found[0]}, rope_parameters says {found[1]}")
-        if config.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"partial_rotary_factor {config['partial_rotary_factor']} is not supported (only 1.0 is)")
         return found[-1]
 
     @classmethod
@@ -214,8 +217,7 @@ class RopeConfig:
         theta = 10000.0 if theta is None and inner is None else theta if inner is None else inner  # 10000: transformers' default
         if kind not in cls.KINDS:
             raise ValueError(f"rope type {kind!r} is not supported (supported: {', '.join(cls.KINDS)})")
-        if spelling.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor other than 1.0 is not supported")
+        spelling.pop("partial_rotary_factor", None)
         if set(spelling) != set(cls.KINDS[kind]):
             raise ValueError(f"rope type {kind!r} takes {list(cls.KINDS[kind])}: config.json has {sorted(spelling)}")
         return cls(float(theta), kind, **spelling)
@@ -232,13 +234,24 @@ class RopeConfig:
         if self.kind == "linear":
             frequencies = frequencies / self.factor
         if self.kind == "llama3":  # long wavelengths are stretched by factor, short ones kept, those between interpolated
-            wavelength = 2 * math.pi / frequencies
-            low = self.original_max_position_embeddings / self.low_freq_factor
-            high = self.original_max_position_embeddings / self.high_freq_factor
-            smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            between = (1 - smooth) * frequencies / self.factor + smooth * frequencies
-            frequencies = torch.where(wavelength > low, frequencies / self.factor, torch.where(wavelength < high, frequencies, between))
+            turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)  # within the original context
+            smooth = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+            frequencies = (1 - smooth) * frequencies / self.factor + smooth * frequencies
         return frequencies
+
+
+SIZES = {  # our field: its key in config.json; the same for targets and heads
+    "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_position_embeddings"}
+
+
+def read_sizes(config: dict) -> dict:
+    return {field: config_value(config, key) for field, key in SIZES.items()}
+
+
+def write_sizes(config: "TargetConfig | DraftConfig") -> dict:
+    return {key: getattr(config, field) for field, key in SIZES.items()}
 
 
 @dataclass(frozen=True)
@@ -287,29 +300,26 @@ class TargetConfig:
         eos_ids = sorted({i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])})
         bias = bool(config.get("attention_bias", False))
         heads = config_value(config, "num_attention_heads")
+        defaults = {"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads}
         return cls(
-            architecture=architecture, hidden_size=config_value(config, "hidden_size"), intermediate_size=config_value(config, "intermediate_size"),
-            num_layers=config_value(config, "num_hidden_layers"), num_heads=heads, num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config_value(config, "hidden_size") // heads, vocab_size=config_value(config, "vocab_size"),
-            rms_norm_eps=config_value(config, "rms_norm_eps"), rope=RopeConfig.from_json(config),
-            max_position_embeddings=config_value(config, "max_position_embeddings"), tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            architecture=architecture, **read_sizes({**config, **{key: config.get(key) or value for key, value in defaults.items()}}),
+            num_layers=config_value(config, "num_hidden_layers"), rope=RopeConfig.from_json(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bias or architecture == "Qwen2ForCausalLM", o_bias=bias and architecture != "Qwen2ForCausalLM",
             mlp_bias=bool(config.get("mlp_bias", False)), qk_norm=architecture == "Qwen3ForCausalLM",
             eos_token_ids=tuple(eos_ids), dtype=config.get("torch_dtype") or config.get("dtype") or "float32")
 
     def to_json(self) -> dict:
         """A config.json that from_json and transformers read back."""
-        return {"architectures": [self.architecture], "model_type": self.architecture.removesuffix("ForCausalLM").lower(), "hidden_act": "silu",
-                "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size, "num_hidden_layers": self.num_layers,
-                "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim,
-                "vocab_size": self.vocab_size, "rms_norm_eps": self.rms_norm_eps, "max_position_embeddings": self.max_position_embeddings,
+        return {"architectures": [self.architecture], "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
+                "hidden_act": "silu", **write_sizes(self), "num_hidden_layers": self.num_layers,
                 "tie_word_embeddings": self.tie_word_embeddings, "attention_bias": self.o_bias, "mlp_bias": self.mlp_bias,
                 "eos_token_id": list(self.eos_token_ids) or None, "torch_dtype": self.dtype, **self.rope.to_json()}
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft head's facts. The four flags have the official head's values as defaults (facts of EAGLE-3.1 and the speculators variants)."""
+    """A draft head's facts. The flags are off in the official heads; EAGLE-3.1 and the speculators variants turn some on."""
     layout: FeatureLayout          # which hidden states of which target
     hidden_size: int
     intermediate_size: int
@@ -340,10 +350,8 @@ class DraftConfig:
     def for_target(cls, target: TargetConfig, layout: FeatureLayout, draft_vocab_size: int, **changes) -> "DraftConfig":
         """The default head for a target: its sizes and rope base, no rope scaling (DESIGN: the head's rope is its own)."""
         layout.require(FeatureLayout(layout.boundaries, target.hidden_size, target.num_layers), "the head's layout", "the target's")
-        own = dict(hidden_size=target.hidden_size, intermediate_size=target.intermediate_size, num_heads=target.num_heads,
-                   num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, vocab_size=target.vocab_size, draft_vocab_size=draft_vocab_size,
-                   rms_norm_eps=target.rms_norm_eps, rope=RopeConfig(target.rope.theta), max_position_embeddings=target.max_position_embeddings)
-        return cls(layout=layout, **{**own, **changes})
+        sizes = {field: getattr(target, field) for field in SIZES}
+        return cls(layout=layout, draft_vocab_size=draft_vocab_size, **{**sizes, "rope": RopeConfig(target.rope.theta), **changes})
 
 
 @dataclass(frozen=True)
@@ -363,13 +371,14 @@ class SpecConfig:
         if topk == 1 and nodes != steps + 1:
             wide = next(k for k in range(2, nodes + 1) if k + (steps - 1) * k * k >= nodes - 1)
             raise ValueError(
-                f"num_steps={steps}, topk=1, num_draft_tokens={nodes} contradict each other: with topk 1 the draft is a chain of {steps} guess"
-                f"{'es' if steps > 1 else ''} and the root, {steps + 1} nodes. Either verify those: --num-draft-tokens {steps + 1}; or draft a longer "
-                f"chain: --num-steps {nodes - 1}; or a tree: --draft-topk {wide} or more.")
+                f"num_steps={steps}, topk=1, num_draft_tokens={nodes} contradict each other: with topk 1 the draft is a chain of {steps} "
+                f"guess{'es' if steps > 1 else ''} and the root, {steps + 1} nodes. Either verify those: --num-draft-tokens {steps + 1}; "
+                f"or draft a longer chain: --num-steps {nodes - 1}; or a tree: --draft-topk {wide} or more.")
         largest = topk + (steps - 1) * topk * topk
         if nodes - 1 > largest:
-            raise ValueError(f"num_draft_tokens={nodes} asks for {nodes - 1} drafted nodes, but num_steps={steps} and topk={topk} draft at most "
-                             f"{largest} (topk + (num_steps-1) * topk^2): use --num-draft-tokens {largest + 1} or less, or more steps or topk")
+            raise ValueError(
+                f"num_draft_tokens={nodes} asks for {nodes - 1} drafted nodes, but num_steps={steps} and topk={topk} draft at most {largest} "
+                f"(topk + (num_steps-1) * topk^2): use --num-draft-tokens {largest + 1} or less, or more steps or topk")
 
     @property
     def ceiling(self) -> int:
@@ -377,7 +386,8 @@ class SpecConfig:
         return min(self.num_steps, self.num_draft_tokens - 1) + 1
 
     def __str__(self) -> str:
-        return f"num_steps={self.num_steps}, topk={self.topk}, num_draft_tokens={self.num_draft_tokens} (ceiling {self.ceiling} tokens per target forward)"
+        return (f"num_steps={self.num_steps}, topk={self.topk}, num_draft_tokens={self.num_draft_tokens} "
+                f"(ceiling {self.ceiling} tokens per target forward)")
 
 
 # -----------------------------------------------------------------------------
@@ -409,8 +419,8 @@ class Rope(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, frequencies: Tensor) -> "Rope":  # [B,T], [D/2]
-        assert frequencies.dtype in (torch.float32, torch.float64), "rope needs its frequencies in fp32: load in the wanted dtype, do not cast"
-        angles = positions[..., None, None] * frequencies
+        assert frequencies.dtype in (torch.float32, torch.float64), "rope frequencies must be fp32: load in the wanted dtype, do not cast"
+        angles = positions[..., None, None] * frequencies.float()
         return cls(angles.cos(), angles.sin())
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -444,7 +454,7 @@ class RowContext:
 
 
 class KVCache:
-    """Preallocated keys and values, one [B,G,S,D] tensor per layer. The caller keeps the lengths: columns behind a row's length are free."""
+    """Preallocated keys and values, one [B,G,S,D] tensor per layer. The caller keeps the lengths: columns behind them are free."""
 
     def __init__(self, num_layers: int, batch: int, num_heads: int, length: int, head_dim: int, dtype: torch.dtype, device="cpu"):
         new = lambda: [torch.zeros(batch, num_heads, length, head_dim, dtype=dtype, device=device) for _ in range(num_layers)]
@@ -468,9 +478,9 @@ class KVCache:
 class CacheContext:
     """T new tokens behind each row's cached prefix.
 
-    Row b's tokens see its columns 0..lengths[b]-1, and of the W columns behind those the ones that block [B,T,W] allows. They are written to
-    the last T of the W columns. Without a block W = T and token t sees tokens 0..t (a chain or a prefill). With a tree's ancestor mask this
-    is tree attention; with W > T the tokens follow W - T nodes that earlier calls wrote (a tree grown level by level).
+    Row b's tokens see its columns 0..lengths[b]-1, and of the W columns behind those the ones that block [B,T,W] allows. They are
+    written to the last T of the W columns. Without a block W = T and token t sees tokens 0..t (a chain or a prefill). With a tree's
+    ancestor mask this is tree attention; with W > T the tokens follow W - T nodes that earlier calls wrote (a tree grown by levels).
     reach: columns read, at least max(lengths) + W.
     """
 
@@ -612,7 +622,8 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers
              and name.split(".")[-1] in ("layers", "h", "blocks")}
     if len(found) != 1:
-        raise ValueError(f"the model must have exactly one list of {num_layers} decoder layers (named layers, h or blocks): found {list(found) or 'none'}")
+        raise ValueError(f"the model must have exactly one list of {num_layers} decoder layers (named layers, h or blocks): "
+                         f"found {list(found) or 'none'}")
     return next(iter(found.values()))
 
 
@@ -627,9 +638,9 @@ def capture_hidden_states(model: nn.Module, layout: FeatureLayout):
     Eager only: raises ValueError on a compiled module. On exit the hooks are gone, and RuntimeError is raised if any boundary was not
     captured exactly once per forward.
     """
-    compiled = [name or "the model" for name, module in model.named_modules() if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")]
-    if compiled:
-        raise ValueError(f"hooks on a compiled module capture nothing: {compiled[0]} is compiled; pass the eager model (before torch.compile)")
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise ValueError(f"hooks on a compiled module capture nothing: {name or 'the model'} is compiled; pass the eager model")
     layers = decoder_layers(model, layout.num_layers)
     wanted = sorted({*layout.boundaries, layout.num_layers})
     captures, counts, forwards = {}, Counter(), 0
@@ -694,7 +705,8 @@ class DraftLayer(nn.Module):
 class DraftHead(nn.Module):
     """The EAGLE-3 draft head. Tensor names are the published checkpoints': fc, midlayer.*, norm, lm_head, d2t, t2d.
 
-    draft_ids [Vd]: the target ids that the head can draft, ascending. The target's embedding is shared, not owned: attach() a target before use.
+    draft_ids [Vd]: the target ids that the head can draft, ascending. The target's embedding is shared, not owned: attach() a target
+    before use.
     """
 
     def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None):
@@ -739,7 +751,8 @@ class DraftHead(nn.Module):
         if config.vocab_size != self.config.vocab_size:
             raise ValueError(f"the head was trained for a vocabulary of {self.config.vocab_size}, the target has {config.vocab_size}")
         if config.hidden_size != self.config.hidden_size:
-            raise ValueError(f"the head shares the target's embedding, so both need one hidden size: {self.config.hidden_size} and {config.hidden_size}")
+            raise ValueError("the head shares the target's embedding, so both need one hidden size: "
+                             f"{self.config.hidden_size} and {config.hidden_size}")
         self.__dict__["target"] = target
         return self
 
@@ -760,7 +773,7 @@ class DraftHead(nn.Module):
 
         Returns (the hidden states to feed back, the normed ones that lm_head reads), [B,T,C] each.
         """
-        embedding = self.target.embed_tokens(tokens).to(hidden.dtype)
+        embedding = self.target.embed_tokens(tokens).detach().to(hidden.dtype)  # frozen
         hidden = self.midlayer(embedding, hidden, Rope.at(positions, self.rope_frequencies), partial(context.attend, 0))
         normed = self.norm(hidden)
         return normed if self.config.norm_output else hidden, normed
@@ -848,7 +861,8 @@ class TTTBatch(NamedTuple):
 
 
 @torch.no_grad()
-def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: dict[int, Tensor], ttt_steps: int, row_names=None) -> TTTBatch:
+def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: dict[int, Tensor], ttt_steps: int,
+                row_names: list[str] | None = None) -> TTTBatch:
     """tokens and loss_mask [B,T] (right-padded, mask False there) and their captured hidden states, the teacher h.L included -> a batch.
 
     Raises ValueError naming the rows in which no slot is trained, or whose hidden states are not finite.
@@ -861,10 +875,10 @@ def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: di
     spans = assistant_spans(tokens, loss_mask, head.target.config.eos_token_ids)
     empty = ~trained_slots(spans, 0).any(1)
     if empty.any():
-        raise ValueError(f"nothing is supervised in {', '.join(names[b] for b in empty.nonzero().flatten())}: a row needs an assistant span of "
-                         "at least 2 tokens (is its loss_mask all false, or was the answer cut off?)")
-    needed = torch.zeros_like(loss_mask)  # positions that a trained slot learns from: t+1+i for slot t at step i
-    needed[:, 1:] = trained_slots(spans, 0)[:, :-1]
+        raise ValueError(f"nothing is supervised in {', '.join(names[b] for b in empty.nonzero().flatten())}: a row needs an assistant "
+                         "span of at least 2 tokens (is its loss_mask all false, or was the answer cut off?)")
+    needed = (spans > 0) & (spans == shift(spans, 1))  # positions t+1+i that trained slots learn from
+    needed[:, 0] = False
     teacher = captures[head.config.layout.num_layers][needed]  # [M,C]
     draft_ids = head.draft_to_target(torch.arange(len(head.d2t), device=tokens.device))
     found, draft_logits = [], []
@@ -917,7 +931,6 @@ def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_i
     Comparable with serving only on rows that the target wrote itself at temperature 0. Left out, as in serving: the prefill's token, and a
     last round that the row's end cut short (a span that does not end in an end-of-turn token).
     """
-    K = correct.shape[-1]
     runs = correct.long().cumprod(-1).sum(-1).tolist()  # [B,T] right guesses in a row
     emitted = rounds = 0
     for row_runs, row_tokens, row_spans in zip(runs, tokens.tolist(), spans.tolist()):
@@ -932,7 +945,7 @@ def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_i
             t = max(a - 1, 0)  # a row that starts with its span: the first token needs no features, so serving begins at slot 0
             while t + 2 <= end:
                 left = end - t - 1
-                would_emit = min(row_runs[t], K) + 1
+                would_emit = row_runs[t] + 1
                 if would_emit <= left or row_tokens[end] in eos_token_ids:
                     emitted, rounds = emitted + min(would_emit, left), rounds + 1
                 t += would_emit
@@ -944,7 +957,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     """The loss to back-propagate, sum over steps of 0.8^i x (soft cross-entropy summed over counted slots / their number), and statistics.
 
     num_counted [K]: the counts over everything that shares this optimizer step (ranks, accumulated batches); default: this batch's own.
-    Gradients flow through all steps' hidden states, keys and values, as in the official code; the number of steps is len(batch.num_counted).
+    Gradients flow through all steps' hidden states, keys and values, as in the official code. K is len(batch.num_counted).
     """
     K = len(batch.num_counted)
     B, T = batch.tokens.shape
@@ -968,7 +981,8 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
         sums.append(summed.detach())
         trained.append(slots.sum())
     emitted, rounds = simulate_serving(correct, batch.tokens, batch.spans, head.target.config.eos_token_ids)
-    return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.stack(trained).cpu(), correct.sum((0, 1)).cpu(), emitted, rounds)
+    return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.stack(trained).cpu(), correct.sum((0, 1)).cpu(),
+                          emitted, rounds)
 
 
 # -----------------------------------------------------------------------------
@@ -1002,7 +1016,8 @@ def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, cache: KVCache, spec: SpecConfig, reach: int) -> DraftTree:
+def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, cache: KVCache, spec: SpecConfig,
+              reach: int) -> DraftTree:
     """EAGLE-2's dynamic tree: expand the topk best nodes level by level, then keep the best num_draft_tokens - 1 of all candidates.
 
     root [B]: newest tokens; hidden, normed [B,C]: the head's results at the last true slot; lengths [B]: true slots in the head's cache.
@@ -1075,7 +1090,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
 
 
 class Stopwatch:
-    """Marks along a round, in ms; read behind the round's one transfer, so that timing a GPU adds no synchronisation."""
+    """Marks along a round, in ms. On a GPU they are events, read behind the round's one transfer: timing adds no synchronisation."""
 
     def __init__(self, device: torch.device):
         self.cuda, self.marks = device.type == "cuda", []
@@ -1175,10 +1190,11 @@ class Engine:
         return bool(self.waiting) or any(self.slots)
 
     def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None) -> Request:
-        """Queue a request; eos_token_ids default to the target's (an empty tuple: never stop). Raises ValueError for what cannot be served."""
+        """Queue a request; eos_token_ids: default the target's, () to never stop. Raises ValueError for what cannot be served."""
         vocab_size = self.target.config.vocab_size
         if not prompt or max_new_tokens < 1:
-            raise ValueError(f"a request needs at least one prompt token and max_new_tokens of at least 1: got {len(prompt)} and {max_new_tokens}")
+            raise ValueError("a request needs at least one prompt token and max_new_tokens of at least 1: "
+                             f"got {len(prompt)} and {max_new_tokens}")
         if len(prompt) + max_new_tokens > self.max_length:
             raise ValueError(f"prompt and new tokens must fit max_length={self.max_length}: got {len(prompt)} + {max_new_tokens}")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
@@ -1200,7 +1216,11 @@ class Engine:
         if request in self.slots:
             slot = self.slots.index(request)
             self.slots[slot] = None
-            self.active[slot] = 0
+            self.active[slot] = self.lengths[slot] = 0  # an idle slot writes to its first columns, within bounds
+            if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
+                for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
+                    for cached in (*cache.keys, *cache.values):
+                        cached[slot] = 0
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append tokens up to the first end-of-turn token or the length limit, exactly; returns those that were emitted."""
@@ -1247,7 +1267,8 @@ class Engine:
                 best = self.target.logits(out.last[:, -1]).max(-1)
             if self.head:  # the token behind this chunk: the next prompt token, or the first new one
                 following = torch.cat([tokens[:, 1:], best.indices[:, None] if is_last else prompt[:, end:end + 1]], dim=1)
-                hidden, normed = self._extend(self.draft_cache.row(slot), self.head.config.layout.pack(out.captures), following, lengths, end)
+                features = self.head.config.layout.pack(out.captures)
+                hidden, normed = self._extend(self.draft_cache.row(slot), features, following, lengths, end)
                 self.hidden[slot], self.normed[slot] = hidden[0, -1], normed[0, -1]
         self.slots[slot] = request
         self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), best.indices[0], 1
@@ -1285,52 +1306,54 @@ class Engine:
         self.lengths = self.lengths + (num_accepted + 1) * self.active
         self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
         watch.mark()
-        finite = values.isfinite().all(1).long()
-        told = torch.cat([num_accepted[:, None], finite[:, None], emitted], dim=1).tolist()  # the round's one transfer
-        watch.mark()
-        draft, verify, extend, transfer = watch.laps()
-        begun = time.perf_counter()
-        events = []
+        head_finite = self.normed.isfinite().all(1) if self.head else torch.ones_like(self.root, dtype=torch.bool)
+        told = torch.stack([num_accepted, values.isfinite().all(1), head_finite], dim=1).long()
+        told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
+        draft, verify, extend = watch.laps()
+        begun, events = time.perf_counter(), []
         for slot, request in enumerate(list(self.slots)):
             if request is None:
                 continue
-            accepted, is_finite, *tokens = told[slot]
-            if not is_finite:  # NaN or inf logits: this request alone fails
+            accepted, target_is_finite, head_is_finite, *tokens = told[slot]
+            if not target_is_finite:  # NaN or inf logits: this request alone fails
                 self._finish(request, "error")
                 continue
+            if not head_is_finite:
+                warnings.warn("the draft head's hidden states are not finite: its guesses are noise (the text is right all the same)")
             new = self._emit(request, tokens[:accepted + 1])
             if len(new) == accepted + 1 or request.finish_reason == "stop":
                 request.stats.add(len(new), min(accepted, len(new)))
             events.append((request, new))
-        host = transfer + (time.perf_counter() - begun) * 1000
+        host = (time.perf_counter() - begun) * 1000
         for name, ms in zip(self.times, (draft + extend, verify, host, draft + verify + extend + host)):
             self.times[name].append(ms)
         return events
 
 
 def run_requests(engine: Engine, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None) -> list[Request]:
-    """Submit all prompts and step to the end. Raises RuntimeError if a request failed on non-finite logits."""
+    """Submit all prompts and step to the end. Raises ValueError if a request failed on non-finite logits."""
     requests = [engine.submit(prompt, max_new_tokens, eos_token_ids) for prompt in prompts]
     while engine.busy:
         engine.step()
     failed = [i for i, request in enumerate(requests) if request.finish_reason == "error"]
     if failed:
-        raise RuntimeError(f"the target's logits were not finite for prompts {failed}: check its weights and dtype (fp16 overflows where bf16 does not)")
+        raise ValueError(f"the target's logits were not finite for prompts {failed}: check its weights and dtype "
+                         "(fp16 overflows where bf16 does not)")
     return requests
 
 
-def generate(target: Target, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None, max_batch: int | None = None) -> list[Request]:
-    """Plain greedy decoding of token-id prompts, max_batch at a time (default: all)."""
-    longest = max(map(len, prompts)) + max_new_tokens
-    return run_requests(Engine(target, max_batch=max_batch or len(prompts), max_length=longest), prompts, max_new_tokens, eos_token_ids)
-
-
-def speculative_generate(target: Target, head: DraftHead, prompts: list[list[int]], spec: SpecConfig, max_new_tokens: int,
+def speculative_generate(target: Target, head: DraftHead | None, prompts: list[list[int]], spec: SpecConfig | None, max_new_tokens: int,
                          eos_token_ids=None, max_batch: int | None = None) -> list[Request]:
-    """The same text as generate(), drafted by `head` and verified by `target`; each Request carries its SpecStats."""
+    """Greedy decoding of token-id prompts, max_batch at a time (default: all); each Request carries its text and SpecStats."""
     longest = max(map(len, prompts)) + max_new_tokens
     engine = Engine(target, head, spec, max_batch=max_batch or len(prompts), max_length=longest)
     return run_requests(engine, prompts, max_new_tokens, eos_token_ids)
+
+
+def generate(target: Target, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
+             max_batch: int | None = None) -> list[Request]:
+    """Plain decoding: the text that speculative_generate must equal."""
+    return speculative_generate(target, None, prompts, None, max_new_tokens, eos_token_ids, max_batch)
 
 
 @torch.no_grad()
@@ -1374,25 +1397,31 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     os.replace(temporary, path)
 
 
+def open_tensors(path: Path):
+    """A lazily read safetensors file; ValueError where it is torn."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
 class TensorFolder:
     """The tensors of a checkpoint folder, model.safetensors or a sharded index; read one by one, never all at once."""
 
     def __init__(self, folder: str | Path):
-        from safetensors import SafetensorError, safe_open
         folder = Path(folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder (it must hold config.json and model.safetensors)")
         index = folder / "model.safetensors.index.json"
-        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        sharded = index.exists() and not (folder / "model.safetensors").exists()
+        names = sorted(set(config_value(read_json(index), "weight_map", str(index)).values())) if sharded else ["model.safetensors"]
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise FileNotFoundError(f"{folder} lacks {', '.join(absent)}")
         self.folder, self.files, self.metadata = folder, {}, {}
         for name in names:
-            try:
-                file = safe_open(folder / name, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from None
+            file = open_tensors(folder / name)
             self.files.update({tensor: file for tensor in file.keys()})
             self.metadata.update(file.metadata() or {})
 
@@ -1424,6 +1453,16 @@ def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[st
     module.requires_grad_(False)
 
 
+def torch_device(name: str) -> str:
+    """The name, if such a device is here: cpu, cuda, cuda:1."""
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"device must be cpu, cuda or cuda:N: got {name!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name} is not here: this machine has {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
 def torch_dtype(name: str) -> torch.dtype:
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
     if name not in dtypes:
@@ -1453,15 +1492,16 @@ def target_fingerprint(folder: str | Path, config: TargetConfig) -> dict:
     files = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).exists()]
     for file in files:
         tokenizer.update(file.read_bytes())
-    return {"architecture": config.architecture, "hidden_size": config.hidden_size, "num_layers": config.num_layers, "vocab_size": config.vocab_size,
-            "weights": weights.hexdigest()[:16], "tokenizer": tokenizer.hexdigest()[:16] if files else None}
+    sizes = {key: getattr(config, key) for key in ("architecture", "hidden_size", "num_layers", "vocab_size")}
+    return {**sizes, "weights": weights.hexdigest()[:16], "tokenizer": tokenizer.hexdigest()[:16] if files else None}
 
 
 def require_same_target(own: dict, other: dict, ours: str, theirs: str) -> None:
     """Other sizes or another tokenizer are a ValueError; the same with other weights (a fine-tune of the same base) is a warning."""
     for key in ("architecture", "hidden_size", "num_layers", "vocab_size", "tokenizer"):
         if own[key] != other[key] and None not in (own[key], other[key]):
-            raise ValueError(f"{ours} was made with another target than {theirs}: {key} {own[key]} against {other[key]}. Use the target that it was made with.")
+            raise ValueError(f"{ours} was made with another target than {theirs}: {key} {own[key]} against {other[key]}. "
+                             "Use the target that it was made with.")
     if own["weights"] != other["weights"]:
         warnings.warn(f"{ours} was made with other weights than {theirs} (a fine-tune of the same base?): expect fewer accepted tokens")
 
@@ -1502,10 +1542,12 @@ def served_by(config: DraftConfig) -> tuple[str, str]:
     layout = config.layout
     sglang_cannot = [f"boundary {b}" for b in layout.boundaries if b in (0, layout.num_layers)]
     sglang_cannot += [flag for flag in ("norm_before_fc", "norm_before_residual") if getattr(config, flag)]
+    since = [pull for flag, pull in (("norm_before_fc", "#38111"), ("fc_norm", "#46488"), ("norm_output", "#46488"))
+             if getattr(config, flag)]
+    vllm = "vLLM" + (f" (with {since[0]})" if since else "")
     if sglang_cannot:
-        return "Eagle3LlamaForCausalLM", f"loads in vLLM; SGLang refuses it, since it cannot serve {', '.join(sglang_cannot)}"
-    newer = " (a version with fc_norm and norm_output)" if config.fc_norm or config.norm_output else ""
-    return "LlamaForCausalLMEagle3", f"loads in SGLang (0.5.14 or newer) and vLLM{newer}"
+        return "Eagle3LlamaForCausalLM", f"loads in {vllm}; SGLang refuses it, since it cannot serve {', '.join(sglang_cannot)}"
+    return "LlamaForCausalLMEagle3", f"loads in SGLang (0.5.14 or newer) and {vllm}"
 
 
 def save_draft(head: DraftHead, folder: str | Path, dtype: str | None = None) -> str:
@@ -1515,10 +1557,8 @@ def save_draft(head: DraftHead, folder: str | Path, dtype: str | None = None) ->
     architecture, servers = served_by(config)
     boundaries = list(config.layout.boundaries)
     stored = {  # vLLM reads the top-level ids, as boundaries; SGLang the nested ones, as 0-based layers whose output is meant
-        "architectures": [architecture], "model_type": "llama", "hidden_act": "silu", "hidden_size": config.hidden_size,
-        "target_hidden_size": config.layout.hidden_size, "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "num_hidden_layers": 1, "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size, "rms_norm_eps": config.rms_norm_eps, "max_position_embeddings": config.max_position_embeddings,
+        "architectures": [architecture], "model_type": "llama", "hidden_act": "silu", **write_sizes(config), "num_hidden_layers": 1,
+        "target_hidden_size": config.layout.hidden_size, "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bias": False,
         "torch_dtype": dtype or str(head.norm.weight.dtype).removeprefix("torch."), **config.rope.to_json(),
         **{flag: getattr(config, flag) for flag in DraftConfig.FLAGS},
@@ -1544,24 +1584,23 @@ def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
 
 
 def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, where: str) -> FeatureLayout:
-    """The layout that a head carries, compared with every other place that states one; a head without one needs it stated."""
-    if "feature_layout" not in config:
-        if stated is None:
-            raise LayoutMismatch(f"{where} does not say which hidden states it was trained on, and no default is assumed: state them with --layers "
-                                 "(boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0)")
-        return stated
-    layout = FeatureLayout.from_dict(config["feature_layout"])
+    """The layout that a head carries or, if it carries none, the stated one; compared with every other place that states one."""
+    if "feature_layout" not in config and stated is None:
+        raise LayoutMismatch(f"{where} does not say which hidden states it was trained on, and no default is assumed: state them with "
+                             "--layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0)")
+    layout = FeatureLayout.from_dict(config["feature_layout"]) if "feature_layout" in config else stated
     if "feature_layout" in metadata:
         layout.require(FeatureLayout.from_dict(json.loads(metadata["feature_layout"])), f"{where}/config.json's", "its weight file's")
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None:
-        layout.require(replace(layout, boundaries=tuple(ids)), f"{where}: feature_layout", "eagle_aux_hidden_state_layer_ids")
+    if "eagle_aux_hidden_state_layer_ids" in config:
+        ids = tuple(config["eagle_aux_hidden_state_layer_ids"])
+        layout.require(replace(layout, boundaries=ids), f"the draft head's ({where})", "its own eagle_aux_hidden_state_layer_ids")
     if stated is not None:
         layout.require(stated, f"the draft head's ({where})", "the one stated with --layers")
     return layout
 
 
-def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None, dtype: str | None = None) -> DraftHead:
+def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None,
+               dtype: str | None = None) -> DraftHead:
     """A head's folder -> a DraftHead attached to `target`, in dtype (default: the target's), without gradients.
 
     Raises LayoutMismatch or ValueError if it was trained on other features, for another target or tokenizer, or is not whole.
@@ -1569,12 +1608,8 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
     folder = Path(folder)
     tensors, config = TensorFolder(folder), read_json(folder / "config.json")
     layout = read_layout(config, tensors.metadata, stated_layout, str(folder))
-    get = partial(config_value, config)
-    head_config = DraftConfig(
-        layout=layout, hidden_size=get("hidden_size"), intermediate_size=get("intermediate_size"), num_heads=get("num_attention_heads"),
-        num_kv_heads=get("num_key_value_heads"), head_dim=get("head_dim"), vocab_size=get("vocab_size"), draft_vocab_size=get("draft_vocab_size"),
-        rms_norm_eps=get("rms_norm_eps"), rope=RopeConfig.from_json(config), max_position_embeddings=get("max_position_embeddings"),
-        **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
+    head_config = DraftConfig(layout=layout, draft_vocab_size=config_value(config, "draft_vocab_size"), rope=RopeConfig.from_json(config),
+                              **read_sizes(config), **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
     if config.get("target_fingerprint") and target.fingerprint:
         require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
     weight = target.norm.weight
@@ -1582,6 +1617,9 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
         head = DraftHead(head_config)
     load_strictly(head, tensors, {name: name for name in head.state_dict()}, torch_dtype(dtype) if dtype else weight.dtype, weight.device)
     check_draft_vocabulary(head.d2t.cpu(), head.t2d.cpu())
+    broken = [name for name, parameter in head.named_parameters() if not parameter.isfinite().all()]
+    if broken:
+        raise ValueError(f"{folder}: {', '.join(broken)} is not finite (in {weight.dtype}): the head cannot guess")
     return head.to(weight.device).attach(target).eval()
 
 
@@ -1602,7 +1640,7 @@ class ByteTokenizer:
     """Ids 0..255 are bytes, 256 is the end of a text. For the demo's target; tokenizer_config.json says \"ByteTokenizer\"."""
     vocab_size, eos_id, has_chat_template = 257, 256, False
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: list[int]) -> str:
@@ -1615,8 +1653,11 @@ class Tokenizer:
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         if not (folder / "tokenizer.json").exists():
-            raise FileNotFoundError(f"{folder} has no tokenizer.json: text needs one (token ids do not: --prompt-ids, or rows with input_ids)")
-        self.tokenizer = require_package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+            raise FileNotFoundError(f"{folder} has no tokenizer.json: text needs one (token ids do not: --prompt-ids, rows of input_ids)")
+        try:
+            self.tokenizer = require_package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
         config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
         source = config.get("chat_template")
         if (folder / "chat_template.jinja").exists():
@@ -1625,12 +1666,15 @@ class Tokenizer:
             source = next((t["template"] for t in source if t["name"] == "default"), None)
         self.has_chat_template = source is not None
         if source is not None:
-            require_package("jinja2")
+            self.jinja2 = require_package("jinja2")
             from jinja2.sandbox import ImmutableSandboxedEnvironment
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
             environment.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
             environment.globals.update(raise_exception=self._raise, strftime_now=time.strftime)
-            self.template = environment.from_string(source)
+            try:
+                self.template = environment.from_string(source)
+            except self.jinja2.TemplateError as error:
+                raise ValueError(f"{folder}: the chat template cannot be read: {error}") from None
             text = lambda token: token["content"] if isinstance(token, dict) else token
             self.special = {name: text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(name)}
 
@@ -1638,15 +1682,19 @@ class Tokenizer:
     def _raise(message: str):
         raise ValueError(f"the chat template refuses: {message}")
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """add_special_tokens for text that starts a sequence outside a chat template: a leading BOS, where the tokenizer has one."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages: list[dict], add_generation_prompt: bool) -> str:
         """OpenAI messages -> the text that the model was trained on."""
-        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        except self.jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not take these messages: {error}") from None
 
 
 def load_tokenizer(folder: str | Path) -> "Tokenizer | ByteTokenizer":
@@ -1687,7 +1735,10 @@ def chat_messages(record: dict) -> list[dict]:
     """OpenAI messages or ShareGPT conversations -> messages."""
     roles = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
     if "messages" in record:
-        return record["messages"]
+        messages = record["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
+            raise ValueError("messages must be a list of objects with role and content")
+        return messages
     unknown = {turn["from"] for turn in record["conversations"]} - set(roles)
     if unknown:
         raise ValueError(f"unknown speaker {sorted(unknown)[0]!r}")
@@ -1716,21 +1767,28 @@ def render_chat(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]
     return tokens, mask
 
 
+def record_ids(record: dict) -> list[int]:
+    ids = record["input_ids"]
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError("input_ids must be a list of integers")
+    return ids
+
+
 def encode_record(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
     """One JSON record in any of the formats -> (tokens, loss mask). Raises ValueError saying why it cannot be used."""
     if "input_ids" in record:
-        tokens = [int(i) for i in record["input_ids"]]
-        mask = [bool(m) for m in record.get("loss_mask", [True] * len(tokens))]
-        if len(mask) != len(tokens):
-            raise ValueError("input_ids and loss_mask differ in length")
-        return tokens, mask
+        tokens = record_ids(record)
+        mask = record.get("loss_mask", [True] * len(tokens))
+        if not isinstance(mask, list) or len(mask) != len(tokens) or any(m not in (0, 1) for m in mask):
+            raise ValueError("loss_mask must be a list of 0 and 1 as long as input_ids")
+        return tokens, [bool(m) for m in mask]
     if "messages" in record or "conversations" in record:
         return render_chat(chat_messages(record), tokenizer)
     if "prompt" in record and "completion" in record:
-        prompt, completion = tokenizer.encode(record["prompt"]), tokenizer.encode(record["completion"])
+        prompt, completion = tokenizer.encode(record["prompt"], add_special_tokens=True), tokenizer.encode(record["completion"])
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
     if "text" in record:
-        tokens = tokenizer.encode(record["text"])
+        tokens = tokenizer.encode(record["text"], add_special_tokens=True)
         return tokens, [True] * len(tokens)
     raise ValueError("no messages, conversations, prompt + completion, text or input_ids")
 
@@ -1740,25 +1798,34 @@ def read_records(path: str | Path):
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    record = json.loads(line)
-                except ValueError:
+                    record = json.loads(line.decode("utf-8-sig"))
+                except ValueError:  # not JSON, or not UTF-8
                     record = None
                 yield f"{path.name}:{number}", record if isinstance(record, dict) else None
 
 
-def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int, progress=lambda x: x) -> tuple[list[Row], Counter, dict[str, str]]:
-    """All usable rows of JSONL files, in order; how many were skipped or cut and why; and the first name for each reason."""
+TEXT_KEYS = ("messages", "conversations", "prompt", "text")
+
+
+def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
+              progress=lambda x: x) -> tuple[list[Row], Counter, dict[str, str]]:
+    """All usable rows of JSONL files, in order; how many were skipped or cut and why; and the first name for each reason.
+
+    tokenizer: a function that returns it, called at the first row of text (rows of input_ids need none).
+    """
     rows, report, first = [], Counter(), {}
     for path in paths:
         for name, record in progress(read_records(path)):
+            is_text = record is not None and "input_ids" not in record and not record.keys().isdisjoint(TEXT_KEYS)
+            loaded = tokenizer() if is_text else None  # a missing package or file is no fault of the row
             try:
                 if record is None:
-                    raise ValueError("not a JSON object")
-                tokens, mask = encode_record(record, tokenizer)
+                    raise ValueError("not a JSON object in UTF-8")
+                tokens, mask = encode_record(record, loaded)
                 if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
                     raise ValueError(f"token ids beyond the target's vocabulary of {vocab_size}")
                 reason = "cut at --max-length" if len(tokens) > max_length else None
@@ -1808,9 +1875,9 @@ def collate(rows: list[Row], device="cpu") -> tuple[Tensor, Tensor]:
 def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     """A prompt to serve, from a record with MT-bench `turns` (the first), `messages`, `prompt` or `input_ids`; raw: no chat template."""
     if "input_ids" in record:
-        return [int(i) for i in record["input_ids"]]
+        return record_ids(record)
     if "messages" in record:
-        messages = record["messages"]
+        messages = chat_messages(record)
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
     elif "turns" in record or "prompt" in record:
@@ -1818,5 +1885,5 @@ def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     else:
         raise ValueError("a prompt needs turns, messages, prompt or input_ids")
     if raw or not tokenizer.has_chat_template:
-        return tokenizer.encode("\n".join(message["content"] for message in messages))
+        return tokenizer.encode("\n".join(message["content"] for message in messages), add_special_tokens=True)
     return tokenizer.encode(tokenizer.chat(messages, True))

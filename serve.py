@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 
@@ -50,6 +51,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench)) != 1:
         raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3 and --bench FILE")
+    for name in ("limit", "max_new_tokens", "max_batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
+    if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
+        raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
+    eagle3.torch_device(args.device)
     return args
 
 
@@ -70,7 +77,8 @@ def load(args):
             raise ValueError("--draft needs its --target")
         args.target, args.draft = DEMO / "target", DEMO / "draft"
         if not (args.draft / "config.json").exists():
-            raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` (some minutes), or name a --target")
+            raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` "
+                                    "(some minutes), or name a --target")
     stated = None
     if args.layers:
         config = eagle3.read_target_config(args.target)
@@ -107,26 +115,31 @@ def answer(args) -> dict:
     if request.finish_reason == "error":
         raise ValueError("the target's logits were not finite: check its weights and --dtype")
     return {"prompt_tokens": len(prompt), "new_tokens": len(request.output), "finish_reason": request.finish_reason,
-            "tok_s": round(len(request.output) / seconds, 1), "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
+            "tok_s": round(len(request.output) / seconds, 1),
+            "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
 
 
 def rounded(x: float | None, digits: int = 3) -> float | None:
     return None if x is None else round(x, digits)
 
 
-def bench_prompts(args) -> list[list[int]]:
-    prompts, tokenizer = [], None
+def bench_prompts(args, config: eagle3.TargetConfig) -> list[list[int]]:
+    prompts, tokenizer = [], cache(partial(eagle3.load_tokenizer, args.target))
     for name, record in eagle3.read_records(args.bench):
         if args.limit is not None and len(prompts) == args.limit:
             break
         if record is None:
             raise ValueError(f"{name} is not a JSON object")
-        if "input_ids" not in record and tokenizer is None:
-            tokenizer = eagle3.load_tokenizer(args.target)
+        loaded = None if "input_ids" in record else tokenizer()
         try:
-            prompts.append(eagle3.encode_prompt(record, tokenizer, args.raw))
+            prompt = eagle3.encode_prompt(record, loaded, args.raw)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
+        room = config.max_position_embeddings - args.max_new_tokens
+        if not 1 <= len(prompt) <= room or min(prompt) < 0 or max(prompt) >= config.vocab_size:
+            raise ValueError(f"{name}: a prompt needs 1 to {room} ids (the context less --max-new-tokens) within 0..{config.vocab_size - 1}: "
+                             f"got {len(prompt)} ids")
+        prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{args.bench} holds no prompt")
     return prompts
@@ -143,7 +156,7 @@ def bench(args) -> dict:
     target, head, spec = load(args)
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft")
-    prompts = bench_prompts(args)
+    prompts = bench_prompts(args, target.config)
     longest = max(map(len, prompts)) + args.max_new_tokens
     engines = {"plain": Engine(target, max_batch=args.max_batch, max_length=longest),
                "spec": Engine(target, head, spec, max_batch=args.max_batch, max_length=longest)}
@@ -168,19 +181,22 @@ def bench(args) -> dict:
                 ties += parted[1] < TIE[args.dtype]
                 tqdm.write(f"texts part after {parted[0]} tokens, where the two tokens' logits are {parted[1]:.2g} apart: "
                            + ("a rounding tie" if parted[1] < TIE[args.dtype] else "NOT a tie"))
-    ms_plain = median(engines["plain"].times["round"])
-    times = {name: median(values) for name, values in engines["spec"].times.items()}
+    middle = lambda values: median(values) if values else None  # no round at all where every answer is one token
+    ms_plain = middle(engines["plain"].times["round"])
+    times = {name: middle(values) for name, values in engines["spec"].times.items()}
     rate = {name: tokens[name] / seconds[name] for name in seconds}
-    break_even, acceptance = times["round"] / ms_plain, stats.acceptance_length
-    pays = "" if acceptance is None or acceptance > break_even else ": cannot pay"
-    shown = "none (every answer ended in its first round)" if acceptance is None else f"{acceptance:.2f}"
-    print(f"acceptance length {shown} of at most {spec.ceiling}; break-even {break_even:.2f}{pays}")
+    break_even, acceptance = (times["round"] / ms_plain if ms_plain and times["round"] else None), stats.acceptance_length
+    if acceptance and break_even:
+        print(f"acceptance length {acceptance:.2f} of at most {spec.ceiling}; break-even {break_even:.2f}"
+              + ("" if acceptance > break_even else ": cannot pay"))
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
           f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included")
     return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
             "temperature": 0, "seed": None, "spec": [spec.num_steps, spec.topk, spec.num_draft_tokens],
-            "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1), "speedup": rounded(rate["spec"] / rate["plain"]),
-            "expected_speedup": rounded(acceptance and acceptance / break_even), "acceptance_length": rounded(acceptance),
+            "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1),
+            "speedup": rounded(rate["spec"] / rate["plain"]),
+            "expected_speedup": rounded(acceptance / break_even if acceptance and break_even else None),
+            "acceptance_length": rounded(acceptance),
             "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(spec.num_steps)], "ceiling": spec.ceiling,
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
             "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +24,6 @@ import torch
 import torch.nn.functional as F
 
 import eagle3
-import serve
-import train
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, SpecConfig,
                     Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate, grow_tree,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
@@ -311,8 +308,7 @@ def test_a_target_equals_transformers_in_logits_every_boundary_and_greedy_text(t
         parameters = config.pop("rope_parameters")
         config["rope_theta"] = parameters.pop("rope_theta")
         config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
-        older = TargetConfig.from_json(config)
-        assert older == eagle3.read_target_config(tmp_path) or older.rope == eagle3.read_target_config(tmp_path).rope
+        assert TargetConfig.from_json(config).rope == eagle3.read_target_config(tmp_path).rope
     target = load_target(tmp_path, "float32")
     tokens = torch.tensor(random_prompts([40, 40], seed=index))
     out = target(tokens, boundaries=tuple(range(9)))
@@ -409,7 +405,8 @@ def test_a_head_trains_on_a_transformers_model_as_on_our_own_target(tmp_path):
     theirs = ttt_loss(head, prepare_ttt(head, tokens, mask, captures, 3))[0]
     theirs.backward()
     assert_close("loss", ours, theirs, 1e-4)
-    assert head.fc.weight.grad.abs().sum() > 0 and model.lm_head.weight.grad is None or not model.lm_head.weight.grad.any()
+    assert head.fc.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in model.parameters()), "the target is frozen"
 
 
 # -----------------------------------------------------------------------------
@@ -817,6 +814,25 @@ def test_a_cancelled_request_stops_where_it_is_and_the_others_do_not_notice(targ
     assert [r.output for r in requests[1:3]] == expected[1:3]
 
 
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=spec_name)
+def test_a_request_that_fills_max_length_ends_while_another_goes_on(target, monkeypatch, spec):
+    """A last block that is accepted beyond the limit must not carry the idle slot's writes out of its cache."""
+    prompts = random_prompts([30, 3])
+    texts = [r.output for r in generate(target, prompts, 40, eos_token_ids=())]
+    engine = Engine(target, random_head(target), spec, max_batch=2, max_length=32)
+
+    def scripted(head, root, *_):
+        rows = [[r.output[-1] if r else 0, *([*texts[i], *[0] * 9][len(r.output):][:4] if r else [0] * 4), *range(50, 50 + spec.num_draft_tokens - 5)]
+                for i, r in enumerate(engine.slots)]
+        return DraftTree(torch.tensor(rows), torch.tensor([[0, 0, 1, 2, 3, *[0] * (spec.num_draft_tokens - 5)]] * 2))
+
+    monkeypatch.setattr(eagle3, "grow_tree", scripted)
+    requests = [engine.submit(prompt, n, eos_token_ids=()) for prompt, n in zip(prompts, (2, 29))]
+    while engine.busy:
+        engine.step()
+    assert [r.output for r in requests] == [texts[0][:2], texts[1][:29]]
+
+
 def test_what_an_engine_cannot_serve_is_refused_before_any_work(target):
     head = random_head(target)
     with pytest.raises(ValueError, match="or neither"):
@@ -838,12 +854,17 @@ def test_logits_that_are_not_finite_fail_their_own_request_only():
     target.embed_tokens.weight[60] = float("nan")  # a token that poisons whoever has it in the prompt
     head = random_head(target)
     engine = Engine(target, head, CHAIN, max_batch=2, max_length=64)
-    good, bad = engine.submit([5, 6, 7], 20, ()), engine.submit([5, 60, 7], 20, ())
+    bad, good = engine.submit([5] * 30 + [60, 7], 20, ()), engine.submit([5, 6, 7], 20, ())
     while engine.busy:
         engine.step()
     assert bad.finish_reason == "error" and bad.output == []
     assert good.finish_reason == "length" and len(good.output) == 20
-    with pytest.raises(RuntimeError, match=r"not finite for prompts \[1\]"):
+    after = engine.submit([5, 6, 7], 20, ())  # whoever gets the slot next must not inherit a NaN from its cache
+    beside = engine.submit([9] * 40, 20, ())
+    while engine.busy:
+        engine.step()
+    assert after.output == good.output and beside.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"not finite for prompts \[1\]"):
         generate(target, [[5, 6], [60, 6]], 4)
 
 
@@ -931,13 +952,22 @@ def test_a_head_without_a_layout_needs_it_stated_and_one_that_contradicts_itself
     with pytest.raises(LayoutMismatch, match="state them with --layers"):
         load_draft(folder / "draft", target)
     assert load_draft(folder / "draft", target, head.config.layout).config == head.config
+    shifted = FeatureLayout((3, 5, 6), 32, 8)  # one off, as the servers' conventions differ
+    with pytest.raises(LayoutMismatch, match="weight file"):
+        load_draft(folder / "draft", target, shifted)
+    from safetensors.torch import load_file, save_file
+    file = folder / "draft" / "model.safetensors"
+    save_file(load_file(file), file)  # without our metadata, as other tools write it
+    with pytest.raises(LayoutMismatch, match="its own eagle_aux_hidden_state_layer_ids"):
+        load_draft(folder / "draft", target, shifted)
+    assert load_draft(folder / "draft", target, head.config.layout).config == head.config
 
 
 @pytest.mark.parametrize("change, message", [
     (lambda t: t.pop("lm_head.weight"), "missing lm_head.weight"), (lambda t: t.pop("d2t"), "missing d2t"),
     (lambda t: t.update(extra=torch.ones(1)), "unexpected extra"), (lambda t: t.update({"fc.weight": torch.ones(32, 95)}), r"fc.weight is \[32, 95\]"),
     (lambda t: t.update(d2t=torch.arange(0, 64, 2)), "absolute ids"), (lambda t: t.update(d2t=torch.zeros(32, dtype=torch.int64)), "contradict"),
-    (lambda t: t.update(t2d=torch.arange(64) < 32), "contradict")])
+    (lambda t: t.update(t2d=torch.arange(64) < 32), "contradict"), (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight is not finite")])
 def test_a_head_whose_tensors_are_not_sound_is_refused_by_name(saved, change, message):
     folder, target, _ = saved
     edit_tensors(folder / "draft" / "model.safetensors", change)
@@ -1005,9 +1035,8 @@ def test_streamed_text_holds_back_characters_that_are_not_whole(tokenizer_folder
         ids, stream = tokenizer.encode("né → 漢"), eagle3.TextStream(tokenizer)
         pieces = [stream.push([i]) for i in ids]
         assert "".join(pieces) == "né → 漢" and all("\ufffd" not in piece for piece in pieces)
-        cut = eagle3.TextStream(tokenizer)
-        assert cut.push(ids[:2]) == "" or True
-        assert (cut.push([], final=True) or "\ufffd").endswith("\ufffd"), "at the end what is left is shown"
+        cut = eagle3.TextStream(tokenizer)  # "n" and half of "é"
+        assert cut.push(ids[:2]) == "" and cut.push([], final=True) == "n\ufffd", "at the end what is left is shown"
 
 
 def test_a_missing_tokenizer_or_package_is_one_clear_line(tmp_path, monkeypatch):
@@ -1043,17 +1072,20 @@ def test_every_row_format_is_read_and_what_is_skipped_or_cut_is_counted_with_its
     records = [{"text": "plain text"}, {"prompt": "question", "completion": "an answer"}, {"input_ids": [1, 2, 3, 4]},
                {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}, {"input_ids": [1, 2], "loss_mask": [1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]},
                {"other": 1}, {"text": "x" * 100}, {"input_ids": [1, 2, 9999]}, {"messages": [{"role": "user", "content": "no answer"}]}, {"messages": 5},
-               {"conversations": [{"from": "martian", "value": "?"}]}, {"input_ids": [1] * 60, "loss_mask": [0] * 58 + [1, 1]}]
-    file.write_text("\n".join(json.dumps(r) for r in records) + "\n\n{broken\n[1]\n")
-    rows, report, first = eagle3.read_rows([file], tokenizer, 50, (), 300)
+               {"conversations": [{"from": "martian", "value": "?"}]}, {"input_ids": [1] * 60, "loss_mask": [0] * 58 + [1, 1]},
+               {"input_ids": "123"}, {"input_ids": [1.7, 2]}, {"input_ids": [1, 2, 3], "loss_mask": ["0", "1", "1"]}, {"messages": [{"role": "user"}, {"role": "assistant"}]}]
+    lines = [json.dumps(r).encode() for r in records] + [b"", b"{broken", b"[1]", '{"text": "né"}'.encode("latin-1")]
+    file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n")
+    rows, report, first = eagle3.read_rows([file], lambda: tokenizer, 50, (), 300)
     assert [row.name for row in rows] == [f"rows.jsonl:{n}" for n in (1, 2, 3, 4, 8)]
     assert rows[1].loss_mask == [False] * 8 + [True] * 9 and rows[3].loss_mask == [False, False, True, True] and len(rows[4].tokens) == 50
-    expected = {"cut at --max-length": 1, "skipped: input_ids and loss_mask differ in length": 1, "skipped: nothing supervised": 1,
+    expected = {"cut at --max-length": 1, "skipped: loss_mask must be a list of 0 and 1 as long as input_ids": 2, "skipped: nothing supervised": 1,
+                "skipped: input_ids must be a list of integers": 2, "skipped: messages must be a list of objects with role and content": 2,
                 "skipped: nothing supervised before --max-length": 1, "skipped: no messages, conversations, prompt + completion, text or input_ids": 1,
                 "skipped: token ids beyond the target's vocabulary of 300": 1, "skipped: no assistant message": 1, "skipped: unknown speaker 'martian'": 1,
-                "skipped: not a JSON object": 2}
-    assert {key: count for key, count in report.items() if "malformed" not in key} == expected and sum(report.values()) == 11
-    assert first["cut at --max-length"] == "rows.jsonl:8" and first["skipped: not a JSON object"] == "rows.jsonl:15"
+                "skipped: not a JSON object in UTF-8": 3}
+    assert report == expected
+    assert first["cut at --max-length"] == "rows.jsonl:8" and first["skipped: not a JSON object in UTF-8"] == "rows.jsonl:19"
 
 
 def test_a_template_that_does_not_render_turn_by_turn_is_not_guessed_at(tokenizer_folder):
@@ -1162,7 +1194,8 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
 
 @pytest.mark.parametrize("script, args, message", [
     ("serve.py", ("--prompt", "x", "--num-steps", 1, "--draft-topk", 1, "--num-draft-tokens", 16), "contradict each other"),
-    ("serve.py", ("--prompt", "x", "--num-steps", 3), "go together"), ("serve.py", (), "give one of"), ("serve.py", ("--prompt", "x"), "python train.py"),
+    ("serve.py", ("--prompt", "x", "--num-steps", 3), "go together"), ("serve.py", ("--prompt", "x", "--max-batch", 0), "at least 1"),
+    ("serve.py", ("--prompt", "x", "--device", "gpu"), "cpu, cuda"), ("train.py", ("--resume",), "starts anew"), ("serve.py", (), "give one of"), ("serve.py", ("--prompt", "x"), "python train.py"),
     ("serve.py", ("--target", "nowhere", "--prompt", "x"), "not a folder"), ("train.py", ("--target", "nowhere"), "go together"),
     ("train.py", ("--target", "nowhere", "--data", "none.jsonl", "--out", "out"), "not a folder")])
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, script, args, message):

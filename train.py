@@ -1,7 +1,7 @@
 # MIT License, see LICENSE.
 """Train an EAGLE-3 draft head for a target model.
 
-    python train.py                                                      the demo: a byte-level target and its head, from nothing, in minutes
+    python train.py                                                      the demo: a small target and its head, from nothing
     torchrun train.py --target DIR --data FILE.jsonl --out DIR           a head for a real target; features are made on the fly
     torchrun train.py --target DIR --data FILE.jsonl --out DIR --resume  go on with an interrupted run, to the same losses
 
@@ -19,7 +19,7 @@ import sysconfig
 import time
 from array import array
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -44,7 +44,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
     add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
-    add("--draft-vocab-size", type=int, help="tokens that the head can draft (default: at most 32000; 8192 for vocabularies below 65536)")
+    add("--draft-vocab-size", type=int, 
+        help="tokens that the head can draft (default: all up to 32000; 8192 of vocabularies up to 65536; else 32000)")
     # training
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
     add("--max-length", type=int, default=2048, help="tokens; longer rows are cut, and counted")
@@ -56,16 +57,22 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="initial weights and order of the rows")
     add("--save-every", type=int, default=200, help="optimizer steps between checkpoints (0 = only at the end)")
     # machine
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"], help="of the target and of products; master weights are fp32 at least")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"],
+        help="of the target and of products; master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
+    if not args.target:  # the demo has smaller defaults
+        parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
+        args = parser.parse_args(argv)
+        if args.resume or args.layers or args.held_out:
+            raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers or --held-out")
     if bool(args.target) != bool(args.data) or bool(args.target) != bool(args.out):
         raise ValueError("--target, --data and --out go together (with none of them, train.py runs the demo)")
-    for name in ("ttt_steps", "batch_size", "accumulate", "epochs", "max_length"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
-    if args.steps is not None and args.steps < 1:
-        raise ValueError(f"--steps must be at least 1: got {args.steps}")
+    for name in ("ttt_steps", "batch_size", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size", "save_every"):
+        least = 0 if name == "save_every" else 1
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
+    eagle3.torch_device(args.device)
     return args
 
 
@@ -77,7 +84,7 @@ def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[
     """All usable rows, and how many were skipped; what was skipped or cut is shown with its reason and first line."""
     rows, report, first = eagle3.read_rows(paths, tokenizer, max_length, config.eos_token_ids, config.vocab_size,
                                            partial(tqdm, desc="rows", unit="row"))
-    for reason, count in report.most_common(8):
+    for reason, count in report.most_common():
         print(f"  {count} rows {reason} (first: {first[reason]})")
     if not rows:
         raise ValueError(f"no usable row in {', '.join(map(str, paths))}: {'; '.join(report) or 'the file is empty'}")
@@ -116,6 +123,10 @@ def make_batch(head: DraftHead, target: Target, rows: list[Row], args) -> TTTBat
     return eagle3.prepare_ttt(head, tokens, loss_mask, captures, args.ttt_steps, [row.name for row in rows])
 
 
+def row_names(batches: list[list[Row]]) -> str:
+    return ", ".join(row.name for rows in batches for row in rows)
+
+
 def train_step(head: DraftHead, target: Target, optimizer, batches: list[list[Row]], args) -> tuple[TTTStats, float]:
     """One optimizer step over accumulated batches; returns its statistics and the gradient norm before clipping."""
     prepared = [make_batch(head, target, rows, args) for rows in batches]
@@ -126,10 +137,12 @@ def train_step(head: DraftHead, target: Target, optimizer, batches: list[list[Ro
         with autocast(args):
             loss, part = eagle3.ttt_loss(head, batch, num_counted)
         if not loss.isfinite():
-            raise ValueError(f"the loss is {loss.item()} on rows {', '.join(row.name for rows in batches for row in rows)}: lower --lr, or look at these rows")
+            raise ValueError(f"the loss is {loss.item()} on rows {row_names(batches)}: lower --lr, or look at these rows")
         loss.backward()
         stats = part if stats is None else stats + part
-    norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5, error_if_nonfinite=True)
+    norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+    if not norm.isfinite():
+        raise ValueError(f"a gradient is not finite on rows {row_names(batches)}: lower --lr, or look at these rows")
     optimizer.step()
     return stats, norm.item()
 
@@ -145,29 +158,32 @@ def save_checkpoint(folder: Path, head: DraftHead, optimizer, state: dict) -> No
 
 def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> dict:
     """Restore head and optimizer; refuses, by name, settings that would change the curve."""
-    from safetensors import safe_open
-    with safe_open(file, framework="pt") as stored:
-        state = json.loads(stored.metadata()["state"])
-        changed = [f"{key} was {state['settings'].get(key)}, now {settings[key]}" for key in settings if settings[key] != state["settings"].get(key)]
-        if changed:
-            raise ValueError(f"--resume continues the same run, but {'; '.join(changed)}: give the same options, or another --out")
-        head.load_state_dict({name: stored.get_tensor(f"head.{name}") for name in head.state_dict()})
-        for name, parameter in head.named_parameters():
-            optimizer.state[parameter] = {"step": torch.tensor(float(state["step"])),
-                                          **{key: stored.get_tensor(f"{key}.{name}").to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}}
+    stored = eagle3.open_tensors(file)
+    state = json.loads(stored.metadata()["state"])
+    was = state["settings"]
+    changed = [f"{key} was {was.get(key)}, now {value}" for key, value in settings.items() if value != was.get(key)]
+    if changed:
+        raise ValueError(f"--resume continues the same run, but {'; '.join(changed)}: give the same options, or another --out")
+    head.load_state_dict({name: stored.get_tensor(f"head.{name}") for name in head.state_dict()})
+    for name, parameter in head.named_parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(float(state["step"]), device=parameter.device),
+                                      **{key: stored.get_tensor(f"{key}.{name}").to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}}
     return state
 
 
-def new_head(target: Target, rows: list[Row], args) -> DraftHead:
-    """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
-    config = target.config
+def head_config(config: TargetConfig, args) -> DraftConfig:
     layout = (FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers
               else FeatureLayout.default(config.hidden_size, config.num_layers))
-    size = args.draft_vocab_size or (min(8192, config.vocab_size) if config.vocab_size < 65536 else 32000)
-    head = DraftHead(DraftConfig.for_target(config, layout, size)).init_weights(args.seed)
+    V = config.vocab_size
+    return DraftConfig.for_target(config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000))
+
+
+def new_head(config: DraftConfig, target: Target, rows: list[Row], args) -> DraftHead:
+    """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
+    head = DraftHead(config).init_weights(args.seed)
     counts = eagle3.token_counts(rows, config.vocab_size)
-    head.set_draft_ids(eagle3.choose_draft_ids(counts, size))
-    print(f"features {layout}, draft vocabulary {size} of {config.vocab_size} "
+    head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
+    print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {config.vocab_size} "
           f"({100 * counts[head.t2d].sum().item() / max(1, counts.sum().item()):.1f} % of the supervised tokens)")
     if args.dtype == "float64":
         head.double()
@@ -182,9 +198,13 @@ def train(args) -> dict:
         raise FileNotFoundError(f"--resume: there is no checkpoint in {out}; leave --resume out to start")
     if not args.resume and (checkpoint.exists() or (out / "config.json").exists()):
         raise ValueError(f"{out} holds a run already: go on with --resume, or choose another --out")
+    config = head_config(eagle3.read_target_config(args.target), args)
+    for file in (*args.data, *([args.held_out] if args.held_out else ())):
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"{file} is not there")
     print(f"eagle3 train: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}")
     target = eagle3.load_target(args.target, args.dtype, args.device)
-    tokenizer = TokenizerWhenNeeded(args.target)
+    tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     rows, skipped = load_rows(args.data, tokenizer, target.config, args.max_length)
     if args.held_out:
         held_out, _ = load_rows([args.held_out], tokenizer, target.config, args.max_length)
@@ -194,7 +214,7 @@ def train(args) -> dict:
         count = max(1, len(rows) // 100)
         rows, held_out = rows[:-count], rows[-count:]
     print(f"{len(rows)} rows to train on, {len(held_out)} held out, {skipped} skipped")
-    head = new_head(target, rows, args)
+    head = new_head(config, target, rows, args)
     optimizer = torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     lengths = [len(row.tokens) for row in rows]
     per_epoch = math.ceil(math.ceil(len(rows) / args.batch_size) / args.accumulate)
@@ -223,8 +243,9 @@ def train(args) -> dict:
             stats, norm = train_step(head, target, optimizer, chosen, args)
             state["step"], state["tokens"] = step + 1, state["tokens"] + sum(len(row.tokens) for batch in chosen for row in batch)
             state["seconds"] = time.perf_counter() - begun
-            line = {"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy, "simulated_acceptance_length": stats.simulated_acceptance_length,
-                    "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm, "tokens": state["tokens"]}
+            line = {"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy,
+                    "simulated_acceptance_length": stats.simulated_acceptance_length, "lr": optimizer.param_groups[0]["lr"],
+                    "grad_norm": norm, "tokens": state["tokens"]}
             log.write(json.dumps(line) + "\n")
             bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {' '.join(f'{a:.2f}' for a in stats.accuracy)}, "
                                 f"acceptance {stats.simulated_acceptance_length:.2f}, {state['tokens'] / state['seconds']:.0f} tok/s")
@@ -235,18 +256,6 @@ def train(args) -> dict:
     print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
     return {"out": str(out), "steps": total, "rows": len(rows), "rows_skipped": skipped, "tokens": state["tokens"],
             "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, target, held_out, out, args)}
-
-
-class TokenizerWhenNeeded:
-    """The target's tokenizer, loaded at the first text: rows of input_ids need none."""
-
-    def __init__(self, folder):
-        self.folder, self.loaded = folder, None
-
-    def __getattr__(self, name):
-        if self.loaded is None:
-            self.loaded = eagle3.load_tokenizer(self.folder)
-        return getattr(self.loaded, name)
 
 
 # -----------------------------------------------------------------------------
@@ -308,10 +317,11 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
     torch.manual_seed(0)
     sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     text = b"\n".join(sources)
-    config = TargetConfig(architecture="LlamaForCausalLM", hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=2,
-                          head_dim=32, vocab_size=eagle3.ByteTokenizer.vocab_size, rms_norm_eps=1e-5, rope=eagle3.RopeConfig(10000.0),
-                          max_position_embeddings=2048, tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
-                          eos_token_ids=(eagle3.ByteTokenizer.eos_id,), dtype="float32")
+    config = TargetConfig(
+        architecture="LlamaForCausalLM", hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=32,
+        vocab_size=eagle3.ByteTokenizer.vocab_size, rms_norm_eps=1e-5, rope=eagle3.RopeConfig(10000.0), max_position_embeddings=2048,
+        tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+        eos_token_ids=(eagle3.ByteTokenizer.eos_id,), dtype="float32")
     target = Target(config).to(device)
     for parameter in target.parameters():
         if parameter.dim() > 1:
@@ -347,9 +357,7 @@ def demo(args) -> dict:
     if not (target / "config.json").exists():
         make_demo_target(target, data, args.device)
     shutil.rmtree(out, ignore_errors=True)
-    args.target, args.data, args.out, args.resume = str(target), [str(data)], str(out), False
-    args.steps, args.batch_size, args.lr = args.steps or DEMO_STEPS[1], 8, 2e-3
-    args.ttt_steps = 4
+    args.target, args.data, args.out = str(target), [str(data)], str(out)
     summary = train(args)
     print('now decode with it: python serve.py --prompt "import os" --max-new-tokens 200')
     return summary
@@ -364,7 +372,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
-        sys.exit(print("train.py: interrupted; --resume goes on from the last checkpoint", file=sys.stderr) or 130)
+        sys.exit(print("train.py: interrupted (--resume goes on from the last checkpoint in --out)", file=sys.stderr) or 130)
     print(json.dumps(summary))
 
 
