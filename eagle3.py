@@ -42,12 +42,13 @@ Contents
     5. Hidden-state hooks
     6. Draft head
     7. Training-time test
-    8. Draft tree
-    9. Verification
-    10. Engine
-    11. Checkpoints
-    12. Text
-    13. Training rows
+    8. Sampling
+    9. Draft tree
+    10. Verification
+    11. Engine
+    12. Checkpoints
+    13. Text
+    14. Training rows
 """
 import hashlib
 import json
@@ -986,9 +987,106 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
 
 
 # -----------------------------------------------------------------------------
-# 8. Draft tree
+# 8. Sampling
+# One rule for every temperature: the target's token is argmax(processed log-probabilities + noise(seed, position, token)). The noise is a
+# stateless function, so it does not matter when, where or beside whom a position is computed: sampled speculation gives, token for token,
+# the text that sampled plain decoding gives with the same seed, whatever the draft. Needs nothing.
+# Gumbel coupling: Daliri, Musco, Suresh, arXiv 2408.07978; several drafts: Rowan, Phan, Khisti, arXiv 2506.05632. Sharing the noise with
+# the draft is sound because a guess is accepted if and only if it equals the target's token, never by comparing probabilities.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen: temperature, then top-k, top-p and min-p (each on what the one before left). Off by default."""
+    temperature: float = 0.0  # 0: the most likely token
+    top_k: int = 0            # keep the k most likely (0: all)
+    top_p: float = 1.0        # keep the most likely that together reach p
+    min_p: float = 0.0        # keep those at least min_p times as likely as the most likely
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"sampling needs temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1: got {self}")
+        if not -2**63 <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits: got {self.seed}")
+
+    @property
+    def truncates(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+class SlotSampling:
+    """The Sampling of each slot, as tensors [B] that a round reads, and what the round has to compute at all."""
+
+    def __init__(self, batch: int, device):
+        self.settings = [Sampling()] * batch
+        self.tensors = {f.name: torch.zeros(batch, dtype=torch.float64 if f.type is float else torch.int64, device=device) for f in fields(Sampling)}
+
+    def set(self, slot: int, sampling: Sampling) -> None:
+        self.settings[slot] = sampling
+        for name, tensor in self.tensors.items():
+            tensor[slot] = getattr(sampling, name)
+
+    def row(self, slot: int) -> "SlotSampling":
+        view = object.__new__(SlotSampling)
+        view.settings, view.tensors = [self.settings[slot]], {name: tensor[slot:slot + 1] for name, tensor in self.tensors.items()}
+        return view
+
+    @property
+    def is_greedy(self) -> bool:
+        return all(s.temperature == 0 for s in self.settings)
+
+    @property
+    def truncates(self) -> bool:
+        return any(s.truncates for s in self.settings)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 (products wrap around): every input bit flips about half of the output bits."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, a pure function of (seed, position, token): seeds [B], positions [B,N], token_ids [V] -> [B,N,V], fp64.
+
+    fp64 because a uniform in fp32 rounds to 1 once in some hundred vocabularies, and gives an infinite junk token. Any shard of the
+    vocabulary gets its own ids' noise without the others'.
+    """
+    stream = mix_bits(mix_bits(seeds)[:, None] + positions * -0x61C8864680B583EB)  # the odd constant nearest to 2^64 / golden ratio
+    bits = mix_bits(stream[..., None] + token_ids * -0x61C8864680B583EB)
+    uniform = (((bits >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52  # within (0, 1), both ends excluded
+    return -(-uniform.log()).log()
+
+
+def processed(logits: Tensor, sampling: SlotSampling) -> Tensor:
+    """[B,N,V] logits -> logits / temperature in fp64, -inf where top-k, top-p or min-p cut; rows at temperature 0 keep their logits."""
+    t = {name: tensor[:, None, None] for name, tensor in sampling.tensors.items()}
+    scaled = logits.double() / torch.where(t["temperature"] > 0, t["temperature"], 1.0)
+    if not sampling.truncates:
+        return scaled
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = (t["top_k"] == 0) | (rank < t["top_k"])
+    probs = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+    keep = keep & (probs.cumsum(-1) - probs < t["top_p"]) & (probs >= t["min_p"] * probs[..., :1]) | (rank == 0)
+    return scaled.masked_fill(~keep.gather(-1, ids.argsort(-1)), float("-inf"))
+
+
+def choose_tokens(logits: Tensor, positions: Tensor, sampling: SlotSampling) -> Tensor:
+    """The target's token for each [B,N] position, from its logits [B,N,V]. positions: of the token that is chosen, not of the one before."""
+    if sampling.is_greedy:
+        return logits.argmax(-1)
+    noise = gumbel_noise(sampling.tensors["seed"], positions, torch.arange(logits.shape[-1], device=logits.device))
+    noise = torch.where(sampling.tensors["temperature"][:, None, None] > 0, noise, 0.0)
+    return (processed(logits, sampling) + noise).argmax(-1)
+
+
+# -----------------------------------------------------------------------------
+# 9. Draft tree
 # The guesses of one round. A chain is the tree with topk 1. `parents` is the only representation: depths, mask and paths follow from it,
-# on the device. Needs: 3, 6.
+# on the device. Needs: 2, 3, 6, 8.
 
 
 class DraftTree(NamedTuple):
@@ -1016,22 +1114,38 @@ def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
+def draft_scores(logits: Tensor, positions: Tensor, sampling: SlotSampling, target_ids: Tensor) -> Tensor:
+    """What ranks a node's children, [B,n,Vd] (fp32 at least): the draft's log-probabilities; for rows with a temperature, tempered and
+    with the noise that the target's own choice at that position [B,n] will have, which is what makes a guess likely to be right."""
+    logits = logits.to(wide_dtype(logits.dtype))
+    if sampling.is_greedy:
+        return logits.log_softmax(-1)
+    temperature = sampling.tensors["temperature"][:, None, None]
+    noise = gumbel_noise(sampling.tensors["seed"], positions, target_ids)
+    return (logits.double() / torch.where(temperature > 0, temperature, 1.0)).log_softmax(-1) + torch.where(temperature > 0, noise, 0.0)
+
+
 def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, cache: KVCache, spec: SpecConfig,
-              reach: int) -> DraftTree:
+              reach: int, sampling: SlotSampling) -> DraftTree:
     """EAGLE-2's dynamic tree: expand the topk best nodes level by level, then keep the best num_draft_tokens - 1 of all candidates.
 
     root [B]: newest tokens; hidden, normed [B,C]: the head's results at the last true slot; lengths [B]: true slots in the head's cache.
-    A node's score is its path's log-probability (fp32), so a parent never scores below its child and the kept nodes form a tree.
+    A node's score is its path's sum of edges, each at most 0, so a parent never scores below its child and the kept nodes form a tree.
+    An edge is the draft's log-probability or, for rows with a temperature, the log-softmax of the children's draft_scores among them.
     """
     B, k = len(root), spec.topk
     rank = torch.arange(k, device=root.device).expand(B, k)
+    target_ids = head.draft_to_target(torch.arange(len(head.d2t), device=root.device))
 
-    def children(normed: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:  # [B,n,C], [B,n] -> tokens and scores [B,n*k]
-        logits = head.lm_head(normed)
-        edges, draft_ids = logits.to(wide_dtype(logits.dtype)).log_softmax(-1).topk(k)
-        return head.draft_to_target(draft_ids).flatten(1), (base[..., None] + edges).flatten(1)
+    def children(normed: Tensor, base: Tensor, depth: int) -> tuple[Tensor, Tensor]:  # [B,n,C], [B,n] -> tokens and scores [B,n*k]
+        positions = (lengths + depth)[:, None].expand(B, normed.shape[1])
+        best, draft_ids = draft_scores(head.lm_head(normed), positions, sampling, target_ids).topk(k)
+        edges = best
+        if not sampling.is_greedy:
+            edges = torch.where(sampling.tensors["temperature"][:, None, None] > 0, best.log_softmax(-1), best)
+        return target_ids[draft_ids].flatten(1), (base[..., None] + edges).flatten(1)
 
-    tokens, scores = children(normed[:, None], normed.new_zeros(B, 1))
+    tokens, scores = children(normed[:, None], normed.new_zeros(B, 1), 1)
     all_tokens, all_scores, all_parents = [root[:, None], tokens], [scores], [root.new_zeros(B, 1 + k)]  # numbered as they are made
     frontier = rank + 1  # [B,k] their numbers
     hidden, block = hidden[:, None].expand(-1, k, -1), torch.zeros(B, k, 0, dtype=torch.bool, device=root.device)
@@ -1039,7 +1153,7 @@ def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, len
         block = torch.cat([block, torch.eye(k, dtype=torch.bool, device=root.device).expand(B, k, k)], dim=-1)  # [B,k,level*k]
         positions = (lengths + level - 1)[:, None].expand(B, k)
         hidden, normed = head.step(hidden, tokens, positions, CacheContext(cache, lengths, k, reach, block))
-        new_tokens, new_scores = children(normed, scores)
+        new_tokens, new_scores = children(normed, scores, level + 1)
         first = 1 + sum(s.shape[1] for s in all_scores)
         all_tokens.append(new_tokens)
         all_scores.append(new_scores)
@@ -1055,7 +1169,7 @@ def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, len
 
 
 # -----------------------------------------------------------------------------
-# 9. Verification
+# 10. Verification
 # A guess is right if it is the token that the target chooses at its parent. Nothing else decides, so the text is the target's own,
 # whatever the draft. Needs: 8.
 
@@ -1084,7 +1198,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
 
 
 # -----------------------------------------------------------------------------
-# 10. Engine
+# 11. Engine
 # Several requests at once over fixed slots, each with its own length. A round is the same with and without a head: without one the tree is
 # just its root, and verification is a plain step. Needs: 3, 4, 6, 8, 9.
 
@@ -1135,6 +1249,7 @@ class Request:
     prompt: list[int]
     max_new_tokens: int
     eos_token_ids: frozenset
+    sampling: Sampling
     output: list[int] = field(default_factory=list)  # emitted tokens, a final end-of-turn token included
     finish_reason: str | None = None                 # stop | length | cancelled | error
     stats: SpecStats = field(default_factory=SpecStats)
@@ -1177,6 +1292,7 @@ class Engine:
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # tokens in the caches: all but the root
         self.root = torch.zeros_like(self.lengths)
         self.active = torch.zeros_like(self.lengths)  # 1 where a request runs: an idle slot computes along, and stands still
+        self.sampling = SlotSampling(max_batch, self.device)
         self.slots: list[Request | None] = [None] * max_batch
         self.waiting: deque[Request] = deque()
         self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms, one entry a round
@@ -1189,7 +1305,7 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting) or any(self.slots)
 
-    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None) -> Request:
+    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None, sampling: Sampling = Sampling()) -> Request:
         """Queue a request; eos_token_ids: default the target's, () to never stop. Raises ValueError for what cannot be served."""
         vocab_size = self.target.config.vocab_size
         if not prompt or max_new_tokens < 1:
@@ -1200,7 +1316,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError(f"prompt ids must be within 0..{vocab_size - 1}: got {min(prompt)}..{max(prompt)}")
         eos = self.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        request = Request(list(prompt), max_new_tokens, frozenset(eos))
+        request = Request(list(prompt), max_new_tokens, frozenset(eos), sampling)
         self.waiting.append(request)
         return request
 
@@ -1217,6 +1333,7 @@ class Engine:
             slot = self.slots.index(request)
             self.slots[slot] = None
             self.active[slot] = self.lengths[slot] = 0  # an idle slot writes to its first columns, within bounds
+            self.sampling.set(slot, Sampling())
             if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
                 for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
                     for cached in (*cache.keys, *cache.values):
@@ -1256,6 +1373,7 @@ class Engine:
         """Run the prompt, in chunks, through target and head; emits the first token."""
         prompt = torch.tensor(request.prompt, device=self.device)[None]  # [1,T]
         row = self.cache.row(slot)
+        self.sampling.set(slot, request.sampling)
         for start in range(0, len(request.prompt), self.prefill_chunk):
             tokens = prompt[:, start:start + self.prefill_chunk]
             T, end = tokens.shape[1], start + tokens.shape[1]
@@ -1263,19 +1381,21 @@ class Engine:
             positions = torch.arange(start, end, device=self.device)[None]
             out = self.target(tokens, CacheContext(row, lengths, T, end), positions, self.boundaries)
             is_last = end == len(request.prompt)
+            following = prompt[:, end:end + 1]  # the token behind this chunk: the next prompt token, or the first new one
             if is_last:
-                best = self.target.logits(out.last[:, -1]).max(-1)
-            if self.head:  # the token behind this chunk: the next prompt token, or the first new one
-                following = torch.cat([tokens[:, 1:], best.indices[:, None] if is_last else prompt[:, end:end + 1]], dim=1)
+                logits = self.target.logits(out.last[:, -1:])
+                following = choose_tokens(logits, positions[:, -1:] + 1, self.sampling.row(slot))
+            if self.head:
+                following = torch.cat([tokens[:, 1:], following], dim=1)
                 features = self.head.config.layout.pack(out.captures)
                 hidden, normed = self._extend(self.draft_cache.row(slot), features, following, lengths, end)
                 self.hidden[slot], self.normed[slot] = hidden[0, -1], normed[0, -1]
         self.slots[slot] = request
-        self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), best.indices[0], 1
-        if not best.values.isfinite():
+        self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), following[0, -1], 1
+        if not logits.max().isfinite():
             self._finish(request, "error")
             return []
-        return self._emit(request, [int(best.indices)])
+        return self._emit(request, [int(following[0, -1])])
 
     def _round(self) -> list[tuple[Request, list[int]]]:
         """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
@@ -1284,7 +1404,8 @@ class Engine:
         longest = max(len(r.prompt) + len(r.output) - 1 for r in self.slots if r)
         reach = longest + self.margin
         if self.head:
-            tree = grow_tree(self.head, self.root, self.hidden, self.normed, self.lengths, self.draft_cache, self.spec, reach)
+            tree = grow_tree(self.head, self.root, self.hidden, self.normed, self.lengths, self.draft_cache, self.spec, reach,
+                             self.sampling)
         else:
             tree = DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
         watch.mark()
@@ -1292,7 +1413,8 @@ class Engine:
         positions = self.lengths[:, None] + mask.sum(-1) - 1
         context = CacheContext(self.cache, self.lengths, tree.tokens.shape[1], reach, mask)
         out = self.target(tree.tokens, context, positions, self.boundaries)
-        values, target_tokens = self.target.logits(out.last).max(-1)
+        logits = self.target.logits(out.last)
+        target_tokens = choose_tokens(logits, positions + 1, self.sampling)
         path, num_accepted = accept(tree, target_tokens, self.spec.num_steps if self.spec else 0)
         emitted = target_tokens.gather(1, path)  # [B,P]
         if self.spec and self.spec.topk > 1:  # a chain's path lies dense already
@@ -1307,7 +1429,7 @@ class Engine:
         self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
         watch.mark()
         head_finite = self.normed.isfinite().all(1) if self.head else torch.ones_like(self.root, dtype=torch.bool)
-        told = torch.stack([num_accepted, values.isfinite().all(1), head_finite], dim=1).long()
+        told = torch.stack([num_accepted, logits.amax(-1).isfinite().all(1), head_finite], dim=1).long()
         told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
         draft, verify, extend = watch.laps()
         begun, events = time.perf_counter(), []
@@ -1330,9 +1452,10 @@ class Engine:
         return events
 
 
-def run_requests(engine: Engine, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None) -> list[Request]:
+def run_requests(engine: Engine, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
+                 sampling: Sampling = Sampling()) -> list[Request]:
     """Submit all prompts and step to the end. Raises ValueError if a request failed on non-finite logits."""
-    requests = [engine.submit(prompt, max_new_tokens, eos_token_ids) for prompt in prompts]
+    requests = [engine.submit(prompt, max_new_tokens, eos_token_ids, sampling) for prompt in prompts]
     while engine.busy:
         engine.step()
     failed = [i for i, request in enumerate(requests) if request.finish_reason == "error"]
@@ -1343,22 +1466,23 @@ def run_requests(engine: Engine, prompts: list[list[int]], max_new_tokens: int, 
 
 
 def speculative_generate(target: Target, head: DraftHead | None, prompts: list[list[int]], spec: SpecConfig | None, max_new_tokens: int,
-                         eos_token_ids=None, max_batch: int | None = None) -> list[Request]:
-    """Greedy decoding of token-id prompts, max_batch at a time (default: all); each Request carries its text and SpecStats."""
+                         eos_token_ids=None, sampling: Sampling = Sampling(), max_batch: int | None = None) -> list[Request]:
+    """Decode token-id prompts, max_batch at a time (default: all); each Request carries its text and SpecStats."""
     longest = max(map(len, prompts)) + max_new_tokens
     engine = Engine(target, head, spec, max_batch=max_batch or len(prompts), max_length=longest)
-    return run_requests(engine, prompts, max_new_tokens, eos_token_ids)
+    return run_requests(engine, prompts, max_new_tokens, eos_token_ids, sampling)
 
 
-def generate(target: Target, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
+def generate(target: Target, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None, sampling: Sampling = Sampling(),
              max_batch: int | None = None) -> list[Request]:
     """Plain decoding: the text that speculative_generate must equal."""
-    return speculative_generate(target, None, prompts, None, max_new_tokens, eos_token_ids, max_batch)
+    return speculative_generate(target, None, prompts, None, max_new_tokens, eos_token_ids, sampling, max_batch)
 
 
 @torch.no_grad()
-def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Where two greedy continuations part, and how far apart the target's logits of the two tokens are there (None: they are equal).
+def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs: list[int],
+                     sampling: Sampling = Sampling()) -> tuple[int, float] | None:
+    """Where two continuations part, and how far apart the two tokens' scores (logits, or tempered and noisy ones) are there; None: equal.
 
     A tiny gap is a rounding tie: one token and several tokens a forward go through different kernels. A large one is a fault.
     """
@@ -1366,12 +1490,17 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
     if index is None:
         return None if len(ours) == len(theirs) else (min(len(ours), len(theirs)), float("inf"))
     tokens = torch.tensor([prompt + ours[:index]], device=target.norm.weight.device)
-    logits = target.logits(target(tokens).last[0, -1]).double()
-    return index, abs((logits[ours[index]] - logits[theirs[index]]).item())
+    slot = SlotSampling(1, tokens.device)
+    slot.set(0, sampling)
+    scores = processed(target.logits(target(tokens).last[:, -1:]), slot)[0, 0]
+    if sampling.temperature > 0:
+        position = torch.tensor([[tokens.shape[1]]], device=tokens.device)
+        scores = scores + gumbel_noise(slot.tensors["seed"], position, torch.arange(len(scores), device=tokens.device))[0, 0]
+    return index, abs((scores[ours[index]] - scores[theirs[index]]).item())
 
 
 # -----------------------------------------------------------------------------
-# 11. Checkpoints
+# 12. Checkpoints
 # Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1-6.
 
 
@@ -1624,7 +1753,7 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
 
 
 # -----------------------------------------------------------------------------
-# 12. Text
+# 13. Text
 # Token ids are first-class everywhere above. Text needs a tokenizer: the well-kept libraries, imported where used, or plain bytes (the
 # demo's target). Needs nothing.
 
@@ -1720,7 +1849,7 @@ class TextStream:
 
 
 # -----------------------------------------------------------------------------
-# 13. Training rows
+# 14. Training rows
 # A row is token ids and a mask of the tokens that the target is to have written. Four common formats become rows here. Needs: 12.
 
 

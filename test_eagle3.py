@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 import eagle3
-from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, SpecConfig,
-                    Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate, grow_tree,
+from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
+                    SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate, grow_tree,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
 
 HERE = Path(__file__).parent
@@ -614,7 +614,119 @@ def test_simulated_and_served_acceptance_length_are_equal_on_rows_that_the_targe
 
 
 # -----------------------------------------------------------------------------
-# 8. Draft tree
+# 8. Sampling
+
+
+def chi_square_odds(counts, probs) -> float:
+    """The probability of a chi-square at least this large if the counts came from probs (regularised upper incomplete gamma)."""
+    expected = probs / probs.sum() * counts.sum()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(probs) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+
+
+def slots_with(batch, **settings):
+    slots = eagle3.SlotSampling(batch, "cpu")
+    for slot in range(batch):
+        slots.set(slot, Sampling(**{name: value(slot) if callable(value) else value for name, value in settings.items()}))
+    return slots
+
+
+@pytest.mark.parametrize("varies", ["seed", "position"])
+def test_the_noise_makes_the_argmax_follow_the_softmax_over_seeds_and_over_positions(varies):
+    """20,000 draws against the exact probabilities; false-alarm odds 1e-4 each, and pairs of neighbouring draws must be independent."""
+    probs = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.04, 0.01], dtype=torch.float64)
+    n, ids = 20000, torch.tensor([0, 1, 2, 777, 49151, 163839])
+    seeds, positions = (torch.arange(n), torch.full((n, 1), 7)) if varies == "seed" else (torch.tensor([3]), torch.arange(n)[None])
+    drawn = (probs.log() + eagle3.gumbel_noise(seeds, positions, ids)).argmax(-1).flatten()
+    assert chi_square_odds(torch.bincount(drawn, minlength=6).double(), probs) > 1e-4
+    pairs = drawn[:-1:2] * 6 + drawn[1::2]
+    keep = (probs[:, None] * probs).flatten() > 0.002  # cells with an expectation of 20 and more
+    assert chi_square_odds(torch.bincount(pairs, minlength=36)[keep].double(), (probs[:, None] * probs).flatten()[keep]) > 1e-4
+
+
+def test_the_noise_is_standard_gumbel_over_tokens_and_the_same_for_any_shard_of_the_vocabulary():
+    noise = eagle3.gumbel_noise(torch.tensor([5, -9]), torch.tensor([[0, 1], [10**6, 3]]), torch.arange(50000))
+    assert noise.shape == (2, 2, 50000) and noise.isfinite().all() and noise.dtype == torch.float64
+    assert abs(noise.mean() - 0.5772) < 0.02 and abs(noise.var() - torch.pi**2 / 6) < 0.05
+    uniform = (-(-noise[0, 0]).exp()).exp()
+    assert chi_square_odds(torch.histc(uniform, 50, 0, 1), torch.ones(50)) > 1e-4
+    assert torch.equal(noise[..., 20000:30000], eagle3.gumbel_noise(torch.tensor([5, -9]), torch.tensor([[0, 1], [10**6, 3]]), torch.arange(20000, 30000)))
+    flat = noise.flatten(0, 1)
+    assert (torch.corrcoef(flat) - torch.eye(4)).abs().max() < 0.02, "streams of other seeds and positions must be unrelated"
+
+
+def test_top_k_top_p_and_min_p_keep_what_a_plain_loop_keeps():
+    generator = torch.Generator().manual_seed(1)
+    settings = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.5, 1.3) for k in (0, 1, 5) for p in (1.0, 0.7) for m in (0.0, 0.2)]
+    slots = eagle3.SlotSampling(len(settings), "cpu")
+    for slot, setting in enumerate(settings):
+        slots.set(slot, Sampling(**setting))
+    logits = torch.randn(len(settings), 3, 30, generator=generator) * 2
+    out = eagle3.processed(logits, slots)
+    for b, setting in enumerate(settings):
+        for n in range(3):
+            scaled = logits[b, n].double() / setting["temperature"]
+            order = scaled.argsort(descending=True).tolist()[:setting["top_k"] or None]
+            probs = scaled[order].softmax(-1).tolist()
+            kept, total = set(), 0.0
+            for token, prob in zip(order, probs):
+                if total < setting["top_p"] and prob >= setting["min_p"] * probs[0]:
+                    kept.add(token)
+                total += prob
+            assert set(out[b, n].isfinite().nonzero().flatten().tolist()) == kept | {order[0]}
+            assert torch.equal(out[b, n][list(kept)], scaled[list(kept)])
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(top_k=-1), dict(top_p=0), dict(top_p=1.1), dict(min_p=2), dict(seed=2**63)], ids=str)
+def test_sampling_that_cannot_be_is_refused(bad):
+    with pytest.raises(ValueError):
+        Sampling(**bad)
+
+
+SAMPLINGS = [Sampling(0.6, seed=1), Sampling(1.0, seed=2), Sampling(1.5, seed=3), Sampling(1.0, top_k=5, seed=4), Sampling(1.0, top_p=0.8, seed=5),
+             Sampling(1.5, min_p=0.1, seed=6), Sampling(0.6, top_k=20, top_p=0.95, min_p=0.01, seed=-7), Sampling()]
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(4, 1, 5), SpecConfig(4, 3, 10), SpecConfig(2, 4, 9)], ids=spec_name)
+@pytest.mark.parametrize("eos", [(), (2, 9, 17, 33, 41)], ids=["no-eos", "eos"])
+def test_the_same_seed_gives_the_same_text_with_and_without_speculation_alone_and_in_any_batch(target, trained_head, eos, spec):
+    """Strict in fp64: eight requests with other settings each, plain and alone, then all at once, then three slots for eight."""
+    prompts = random_prompts([5, 9, 13, 7, 30, 2, 11, 6])
+    plain = [generate(target, [prompt], 40, eos, sampling)[0].output for prompt, sampling in zip(prompts, SAMPLINGS)]
+    for max_batch in (1, 3, 8):
+        engine = Engine(target, trained_head, spec, max_batch=max_batch, max_length=80)
+        requests = [engine.submit(prompt, 40, eos, sampling) for prompt, sampling in zip(prompts, SAMPLINGS)]
+        while engine.busy:
+            engine.step()
+        assert [r.output for r in requests] == plain
+    assert generate(target, prompts[1:2], 40, eos, replace(SAMPLINGS[1], seed=99))[0].output != plain[1], "another seed is another text"
+
+
+@pytest.mark.parametrize("spec", [None, SpecConfig(3, 1, 4), SpecConfig(3, 2, 8)], ids=["plain", "chain", "tree"])
+def test_sampled_text_of_three_tokens_follows_the_exactly_enumerated_distribution(spec):
+    """All 216 texts' probabilities from the target against 3,000 seeds through the engine; false-alarm odds 1e-4."""
+    target, prompt, sampling = random_target(vocab_size=6, eos_token_ids=()), [3, 4], Sampling(temperature=1.5, top_p=0.95)
+    head, slot = random_head(target) if spec else None, slots_with(1, temperature=1.5, top_p=0.95)
+    exact = torch.ones(1, dtype=torch.float64)
+    texts = torch.zeros(1, 0, dtype=torch.int64)
+    for _ in range(3):
+        rows = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], 1)
+        probs = torch.stack([eagle3.processed(target.logits(target(row[None]).last[:, -1:]), slot)[0, 0].softmax(-1) for row in rows])
+        exact = (exact[:, None] * probs).flatten()
+        texts = torch.cat([texts.repeat_interleave(6, 0), torch.arange(6).repeat(len(texts))[:, None]], 1)
+    engine = Engine(target, head, spec, max_batch=1000, max_length=5)
+    requests = [engine.submit(prompt, 3, (), replace(sampling, seed=seed)) for seed in range(3000)]
+    while engine.busy:
+        engine.step()
+    counts = torch.bincount(torch.tensor([r.output[0] * 36 + r.output[1] * 6 + r.output[2] for r in requests]), minlength=216).double()
+    assert counts[exact == 0].sum() == 0, "a token that top-p cut was sampled"
+    common = exact * 3000 >= 5
+    rare_counts, rare = counts[~common].sum()[None], exact[~common].sum()[None]
+    assert chi_square_odds(torch.cat([counts[common], rare_counts]), torch.cat([exact[common], rare])) > 1e-4
+
+
+# -----------------------------------------------------------------------------
+# 9. Draft tree
 
 
 def test_the_ancestor_mask_is_the_literal_one():
@@ -633,7 +745,8 @@ def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(targe
     with torch.no_grad():
         for slot in range(2):
             engine._prefill(slot, engine.waiting.popleft())
-        tree = grow_tree(head, engine.root, engine.hidden, engine.normed, engine.lengths, engine.draft_cache, spec, 12 + engine.margin)
+        tree = grow_tree(head, engine.root, engine.hidden, engine.normed, engine.lengths, engine.draft_cache, spec, 12 + engine.margin,
+                         engine.sampling)
     for b, prompt in enumerate(prompts):
         tokens = torch.tensor([prompt])
         features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
@@ -664,7 +777,7 @@ def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(targe
 
 
 # -----------------------------------------------------------------------------
-# 9. Verification
+# 10. Verification
 
 
 def test_accept_takes_the_longest_path_that_the_target_agrees_with():
@@ -690,7 +803,7 @@ def test_accept_takes_the_longest_path_that_the_target_agrees_with():
 
 
 # -----------------------------------------------------------------------------
-# 10. Engine
+# 11. Engine
 
 
 @pytest.mark.parametrize("spec", [CHAIN, TREE, SpecConfig(1, 1, 2), SpecConfig(2, 4, 9)], ids=spec_name)
@@ -869,7 +982,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only():
 
 
 # -----------------------------------------------------------------------------
-# 11. Checkpoints
+# 12. Checkpoints
 
 
 @pytest.fixture
@@ -1009,7 +1122,7 @@ def test_another_tokenizer_or_size_is_an_error_and_a_fine_tune_a_warning(saved):
 
 
 # -----------------------------------------------------------------------------
-# 12. Text
+# 13. Text
 
 
 CHAT_TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -1049,7 +1162,7 @@ def test_a_missing_tokenizer_or_package_is_one_clear_line(tmp_path, monkeypatch)
 
 
 # -----------------------------------------------------------------------------
-# 13. Training rows
+# 14. Training rows
 
 
 def test_the_chat_mask_covers_each_answer_with_its_end_of_turn_token(tokenizer_folder):
