@@ -482,27 +482,26 @@ class CacheContext:
     Row b's tokens see its columns 0..lengths[b]-1, and of the W columns behind those the ones that block [B,T,W] allows. They are
     written to the last T of the W columns. Without a block W = T and token t sees tokens 0..t (a chain or a prefill). With a tree's
     ancestor mask this is tree attention; with W > T the tokens follow W - T nodes that earlier calls wrote (a tree grown by levels).
-    reach: columns read, at least max(lengths) + W.
+    columns: arange over the columns to read, at least max(lengths) + W of them (a tensor, so that compiled code takes any number).
     """
 
-    def __init__(self, cache: KVCache, lengths: Tensor, num_tokens: int, reach: int, block: Tensor | None = None):
-        self.cache, self.reach = cache, reach
+    def __init__(self, cache: KVCache, lengths: Tensor, num_tokens: int, columns: Tensor, block: Tensor | None = None):
+        self.cache, self.reach = cache, columns.shape[0]
         width = num_tokens if block is None else block.shape[-1]
         device = lengths.device
         self.rows = torch.arange(len(lengths), device=device)[:, None]
-        self.columns = lengths[:, None] + torch.arange(width - num_tokens, width, device=device)  # [B,T]
-        column = torch.arange(reach, device=device)
+        self.own = lengths[:, None] + torch.arange(width - num_tokens, width, device=device)  # [B,T] where these tokens go
         if block is None:
-            self.visible = column <= self.columns[..., None]
+            self.visible = columns <= self.own[..., None]
         else:
-            offset = (column - lengths[:, None])[:, None].expand(-1, num_tokens, -1)  # [B,T,S]: column within the block
+            offset = (columns - lengths[:, None])[:, None].expand(-1, num_tokens, -1)  # [B,T,S]: column within the block
             inside = (offset >= 0) & (offset < width)
             self.visible = (offset < 0) | inside & block.gather(2, offset.clamp(0, width - 1))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows, :, self.columns] = k
-        values[self.rows, :, self.columns] = v
+        keys[self.rows, :, self.own] = k
+        values[self.rows, :, self.own] = v
         return attention(q, keys[:, :, :self.reach], values[:, :, :self.reach], self.visible)
 
 
@@ -1015,30 +1014,22 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-class SlotSampling:
-    """The Sampling of each slot, as tensors [B] that a round reads, and what the round has to compute at all."""
+class BatchSampling(NamedTuple):
+    """The Sampling of each row, [B] tensors, and (as constants, so that compiled code holds only that) what there is to compute at all."""
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    is_greedy: bool
+    truncates: bool
 
-    def __init__(self, batch: int, device):
-        self.settings = [Sampling()] * batch
-        self.tensors = {f.name: torch.zeros(batch, dtype=torch.float64 if f.type is float else torch.int64, device=device) for f in fields(Sampling)}
-
-    def set(self, slot: int, sampling: Sampling) -> None:
-        self.settings[slot] = sampling
-        for name, tensor in self.tensors.items():
-            tensor[slot] = getattr(sampling, name)
-
-    def row(self, slot: int) -> "SlotSampling":
-        view = object.__new__(SlotSampling)
-        view.settings, view.tensors = [self.settings[slot]], {name: tensor[slot:slot + 1] for name, tensor in self.tensors.items()}
-        return view
-
-    @property
-    def is_greedy(self) -> bool:
-        return all(s.temperature == 0 for s in self.settings)
-
-    @property
-    def truncates(self) -> bool:
-        return any(s.truncates for s in self.settings)
+    @classmethod
+    def of(cls, settings: list[Sampling], device) -> "BatchSampling":
+        column = lambda name, dtype: torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
+        return cls(column("temperature", torch.float64), column("top_k", torch.int64), column("top_p", torch.float64),
+                   column("min_p", torch.float64), column("seed", torch.int64), all(s.temperature == 0 for s in settings),
+                   any(s.truncates for s in settings))
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -1060,27 +1051,35 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return -(-uniform.log()).log()
 
 
-def processed(logits: Tensor, sampling: SlotSampling) -> Tensor:
-    """[B,N,V] logits -> logits / temperature in fp64, -inf where top-k, top-p or min-p cut; rows at temperature 0 keep their logits."""
-    t = {name: tensor[:, None, None] for name, tensor in sampling.tensors.items()}
-    scaled = logits.double() / torch.where(t["temperature"] > 0, t["temperature"], 1.0)
-    if not sampling.truncates:
-        return scaled
+def temper(logits: Tensor, sampling: BatchSampling) -> Tensor:
+    """[B,N,V] logits / temperature in fp64; rows at temperature 0 keep their logits."""
+    temperature = sampling.temperature[:, None, None]
+    return logits.double() / torch.where(temperature > 0, temperature, 1.0)
+
+
+def row_noise(positions: Tensor, token_ids: Tensor, sampling: BatchSampling) -> Tensor:
+    """[B,N] positions -> [B,N,V] noise; none for rows at temperature 0."""
+    return torch.where(sampling.temperature[:, None, None] > 0, gumbel_noise(sampling.seed, positions, token_ids), 0.0)
+
+
+def truncate(scaled: Tensor, sampling: BatchSampling) -> Tensor:
+    """Tempered logits [B,N,V], -inf where top-k, top-p or min-p cut. The most likely token always stays."""
+    top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    keep = (t["top_k"] == 0) | (rank < t["top_k"])
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    keep = (top_k == 0) | (rank < top_k)
     probs = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
-    keep = keep & (probs.cumsum(-1) - probs < t["top_p"]) & (probs >= t["min_p"] * probs[..., :1]) | (rank == 0)
+    keep = keep & (probs.cumsum(-1) - probs < top_p) & (probs >= min_p * probs[..., :1]) | (rank == 0)
     return scaled.masked_fill(~keep.gather(-1, ids.argsort(-1)), float("-inf"))
 
 
-def choose_tokens(logits: Tensor, positions: Tensor, sampling: SlotSampling) -> Tensor:
-    """The target's token for each [B,N] position, from its logits [B,N,V]. positions: of the token that is chosen, not of the one before."""
+def token_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling) -> Tensor:
+    """What the target's choice is the argmax of: [B,N,V]. positions [B,N]: of the token that is chosen, not of the one before it."""
     if sampling.is_greedy:
-        return logits.argmax(-1)
-    noise = gumbel_noise(sampling.tensors["seed"], positions, torch.arange(logits.shape[-1], device=logits.device))
-    noise = torch.where(sampling.tensors["temperature"][:, None, None] > 0, noise, 0.0)
-    return (processed(logits, sampling) + noise).argmax(-1)
+        return logits
+    scaled = temper(logits, sampling)
+    scaled = truncate(scaled, sampling) if sampling.truncates else scaled
+    return scaled + row_noise(positions, torch.arange(logits.shape[-1], device=logits.device), sampling)
 
 
 # -----------------------------------------------------------------------------
@@ -1098,7 +1097,8 @@ class DraftTree(NamedTuple):
 def ancestor_mask(parents: Tensor) -> Tensor:
     """[B,N] -> [B,N,N] bool: node i sees node j if j is i or an ancestor of i. parents [0,0,0,1] -> rows 1000, 1100, 1010, 1101."""
     N = parents.shape[1]
-    reach = F.one_hot(parents, N).float() + torch.eye(N, device=parents.device)
+    nodes = torch.arange(N, device=parents.device)
+    reach = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).float()
     for _ in range((N - 1).bit_length()):  # each squaring doubles the generations that are covered
         reach = (reach @ reach).clamp(max=1)
     return reach > 0
@@ -1114,19 +1114,16 @@ def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def draft_scores(logits: Tensor, positions: Tensor, sampling: SlotSampling, target_ids: Tensor) -> Tensor:
+def draft_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling, target_ids: Tensor) -> Tensor:
     """What ranks a node's children, [B,n,Vd] (fp32 at least): the draft's log-probabilities; for rows with a temperature, tempered and
     with the noise that the target's own choice at that position [B,n] will have, which is what makes a guess likely to be right."""
-    logits = logits.to(wide_dtype(logits.dtype))
     if sampling.is_greedy:
-        return logits.log_softmax(-1)
-    temperature = sampling.tensors["temperature"][:, None, None]
-    noise = gumbel_noise(sampling.tensors["seed"], positions, target_ids)
-    return (logits.double() / torch.where(temperature > 0, temperature, 1.0)).log_softmax(-1) + torch.where(temperature > 0, noise, 0.0)
+        return logits.to(wide_dtype(logits.dtype)).log_softmax(-1)
+    return temper(logits, sampling).log_softmax(-1) + row_noise(positions, target_ids, sampling)
 
 
 def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, cache: KVCache, spec: SpecConfig,
-              reach: int, sampling: SlotSampling) -> DraftTree:
+              columns: Tensor, sampling: BatchSampling) -> DraftTree:
     """EAGLE-2's dynamic tree: expand the topk best nodes level by level, then keep the best num_draft_tokens - 1 of all candidates.
 
     root [B]: newest tokens; hidden, normed [B,C]: the head's results at the last true slot; lengths [B]: true slots in the head's cache.
@@ -1142,7 +1139,7 @@ def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, len
         best, draft_ids = draft_scores(head.lm_head(normed), positions, sampling, target_ids).topk(k)
         edges = best
         if not sampling.is_greedy:
-            edges = torch.where(sampling.tensors["temperature"][:, None, None] > 0, best.log_softmax(-1), best)
+            edges = torch.where(sampling.temperature[:, None, None] > 0, best.log_softmax(-1), best)
         return target_ids[draft_ids].flatten(1), (base[..., None] + edges).flatten(1)
 
     tokens, scores = children(normed[:, None], normed.new_zeros(B, 1), 1)
@@ -1152,7 +1149,7 @@ def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, len
     for level in range(1, spec.num_steps):
         block = torch.cat([block, torch.eye(k, dtype=torch.bool, device=root.device).expand(B, k, k)], dim=-1)  # [B,k,level*k]
         positions = (lengths + level - 1)[:, None].expand(B, k)
-        hidden, normed = head.step(hidden, tokens, positions, CacheContext(cache, lengths, k, reach, block))
+        hidden, normed = head.step(hidden, tokens, positions, CacheContext(cache, lengths, k, columns, block))
         new_tokens, new_scores = children(normed, scores, level + 1)
         first = 1 + sum(s.shape[1] for s in all_scores)
         all_tokens.append(new_tokens)
@@ -1292,7 +1289,8 @@ class Engine:
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # tokens in the caches: all but the root
         self.root = torch.zeros_like(self.lengths)
         self.active = torch.zeros_like(self.lengths)  # 1 where a request runs: an idle slot computes along, and stands still
-        self.sampling = SlotSampling(max_batch, self.device)
+        self.columns = torch.arange(columns, device=self.device)
+        self.sampling = BatchSampling.of([Sampling()] * max_batch, self.device)
         self.slots: list[Request | None] = [None] * max_batch
         self.waiting: deque[Request] = deque()
         self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms, one entry a round
@@ -1333,7 +1331,6 @@ class Engine:
             slot = self.slots.index(request)
             self.slots[slot] = None
             self.active[slot] = self.lengths[slot] = 0  # an idle slot writes to its first columns, within bounds
-            self.sampling.set(slot, Sampling())
             if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
                 for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
                     for cached in (*cache.keys, *cache.values):
@@ -1351,6 +1348,16 @@ class Engine:
             self._finish(request, "length")
         return tokens
 
+    def _columns(self) -> Tensor:
+        """The cache columns that this round reads: those in use. Marked as of any length for the compiler; on CUDA, where every length
+        would be another recorded graph, in steps of 256."""
+        reach = max(len(r.prompt) + len(r.output) - 1 for r in self.slots if r) + self.margin
+        if self.device.type == "cuda":
+            reach = min(-(-reach // 256) * 256, len(self.columns))
+        columns = self.columns[:reach]
+        torch._dynamo.mark_dynamic(columns, 0)
+        return columns
+
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
         """Admit waiting requests into free slots, then run one round; returns what each request got."""
@@ -1363,34 +1370,58 @@ class Engine:
             events += self._round()
         return events
 
-    def _extend(self, cache: KVCache, features: Tensor, tokens: Tensor, lengths: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-        """Feed the head true slots: features [B,T,A*C] and the tokens that follow them [B,T]."""
+    # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
+
+    def _draft(self, spec: SpecConfig, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, columns: Tensor,
+               sampling: BatchSampling) -> DraftTree:
+        return grow_tree(self.head, root, hidden, normed, lengths, self.draft_cache, spec, columns, sampling)
+
+    def _verify(self, spec: SpecConfig | None, tree: DraftTree, lengths: Tensor, columns: Tensor, sampling: BatchSampling):
+        """One target forward over the tree; accepts a path and makes the cache dense again. Returns the emitted tokens [B,P] (the accepted
+        guesses, then the bonus token), how many guesses were accepted [B], whether all logits were finite [B], the path's features."""
+        mask = ancestor_mask(tree.parents)
+        positions = lengths[:, None] + mask.sum(-1) - 1
+        context = CacheContext(self.cache, lengths, tree.tokens.shape[1], columns, mask)
+        out = self.target(tree.tokens, context, positions, self.boundaries)
+        logits = self.target.logits(out.last)
+        target_tokens = token_scores(logits, positions + 1, sampling).argmax(-1)
+        path, num_accepted = accept(tree, target_tokens, spec.num_steps if spec else 0)
+        if spec and spec.topk > 1:  # a chain's path lies dense already
+            self.cache.keep(lengths, path)
+        features = gather_nodes(self.head.config.layout.pack(out.captures), path) if self.head else None
+        return target_tokens.gather(1, path), num_accepted, logits.amax(-1).isfinite().all(1), features
+
+    def _extend(self, cache: KVCache, features: Tensor, tokens: Tensor, count: Tensor, lengths: Tensor, columns: Tensor):
+        """Feed the head true slots: features [B,T,A*C] and the tokens that follow them [B,T], of which the first count [B] are meant.
+        Returns the head's two results at the last of these, [B,C] each."""
         T = tokens.shape[1]
-        positions = lengths[:, None] + torch.arange(T, device=self.device)
-        return self.head.step(self.head.fuse(features), tokens, positions, CacheContext(cache, lengths, T, reach))
+        positions = lengths[:, None] + torch.arange(T, device=tokens.device)
+        hidden, normed = self.head.step(self.head.fuse(features), tokens, positions, CacheContext(cache, lengths, T, columns))
+        last = count[:, None] - 1
+        return gather_nodes(hidden, last)[:, 0], gather_nodes(normed, last)[:, 0]
 
     def _prefill(self, slot: int, request: Request) -> list[int]:
         """Run the prompt, in chunks, through target and head; emits the first token."""
+        self.slots[slot] = request
+        self.sampling = BatchSampling.of([r.sampling if r else Sampling() for r in self.slots], self.device)
+        own = BatchSampling.of([request.sampling], self.device)
         prompt = torch.tensor(request.prompt, device=self.device)[None]  # [1,T]
         row = self.cache.row(slot)
-        self.sampling.set(slot, request.sampling)
         for start in range(0, len(request.prompt), self.prefill_chunk):
             tokens = prompt[:, start:start + self.prefill_chunk]
             T, end = tokens.shape[1], start + tokens.shape[1]
-            lengths = torch.tensor([start], device=self.device)
-            positions = torch.arange(start, end, device=self.device)[None]
-            out = self.target(tokens, CacheContext(row, lengths, T, end), positions, self.boundaries)
-            is_last = end == len(request.prompt)
+            lengths, columns = torch.tensor([start], device=self.device), self.columns[:end]
+            positions = columns[None, start:]
+            out = self.target(tokens, CacheContext(row, lengths, T, columns), positions, self.boundaries)
             following = prompt[:, end:end + 1]  # the token behind this chunk: the next prompt token, or the first new one
-            if is_last:
+            if end == len(request.prompt):
                 logits = self.target.logits(out.last[:, -1:])
-                following = choose_tokens(logits, positions[:, -1:] + 1, self.sampling.row(slot))
+                following = token_scores(logits, positions[:, -1:] + 1, own).argmax(-1)
             if self.head:
                 following = torch.cat([tokens[:, 1:], following], dim=1)
-                features = self.head.config.layout.pack(out.captures)
-                hidden, normed = self._extend(self.draft_cache.row(slot), features, following, lengths, end)
-                self.hidden[slot], self.normed[slot] = hidden[0, -1], normed[0, -1]
-        self.slots[slot] = request
+                features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
+                hidden, normed = Engine._extend(self, self.draft_cache.row(slot), features, following, count, lengths, columns)
+                self.hidden[slot], self.normed[slot] = hidden[0], normed[0]
         self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), following[0, -1], 1
         if not logits.max().isfinite():
             self._finish(request, "error")
@@ -1401,35 +1432,21 @@ class Engine:
         """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
         watch = Stopwatch(self.device)
         watch.mark()
-        longest = max(len(r.prompt) + len(r.output) - 1 for r in self.slots if r)
-        reach = longest + self.margin
+        columns = self._columns()
         if self.head:
-            tree = grow_tree(self.head, self.root, self.hidden, self.normed, self.lengths, self.draft_cache, self.spec, reach,
-                             self.sampling)
+            tree = self._draft(self.spec, self.root, self.hidden, self.normed, self.lengths, columns, self.sampling)
         else:
             tree = DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
         watch.mark()
-        mask = ancestor_mask(tree.parents)
-        positions = self.lengths[:, None] + mask.sum(-1) - 1
-        context = CacheContext(self.cache, self.lengths, tree.tokens.shape[1], reach, mask)
-        out = self.target(tree.tokens, context, positions, self.boundaries)
-        logits = self.target.logits(out.last)
-        target_tokens = choose_tokens(logits, positions + 1, self.sampling)
-        path, num_accepted = accept(tree, target_tokens, self.spec.num_steps if self.spec else 0)
-        emitted = target_tokens.gather(1, path)  # [B,P]
-        if self.spec and self.spec.topk > 1:  # a chain's path lies dense already
-            self.cache.keep(self.lengths, path)
+        emitted, num_accepted, finite, features = self._verify(self.spec, tree, self.lengths, columns, self.sampling)
         watch.mark()
         if self.head:  # the accepted slots anew, from the target's features instead of the head's own
-            features = gather_nodes(self.head.config.layout.pack(out.captures), path)
-            hidden, normed = self._extend(self.draft_cache, features, emitted, self.lengths, reach)
-            last = num_accepted[:, None]
-            self.hidden, self.normed = gather_nodes(hidden, last)[:, 0], gather_nodes(normed, last)[:, 0]
+            self.hidden, self.normed = self._extend(self.draft_cache, features, emitted, num_accepted + 1, self.lengths, columns)
         self.lengths = self.lengths + (num_accepted + 1) * self.active
         self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
         watch.mark()
-        head_finite = self.normed.isfinite().all(1) if self.head else torch.ones_like(self.root, dtype=torch.bool)
-        told = torch.stack([num_accepted, logits.amax(-1).isfinite().all(1), head_finite], dim=1).long()
+        head_finite = self.normed.isfinite().all(1) if self.head else finite
+        told = torch.stack([num_accepted, finite, head_finite], dim=1)
         told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
         draft, verify, extend = watch.laps()
         begun, events = time.perf_counter(), []
@@ -1490,12 +1507,9 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
     if index is None:
         return None if len(ours) == len(theirs) else (min(len(ours), len(theirs)), float("inf"))
     tokens = torch.tensor([prompt + ours[:index]], device=target.norm.weight.device)
-    slot = SlotSampling(1, tokens.device)
-    slot.set(0, sampling)
-    scores = processed(target.logits(target(tokens).last[:, -1:]), slot)[0, 0]
-    if sampling.temperature > 0:
-        position = torch.tensor([[tokens.shape[1]]], device=tokens.device)
-        scores = scores + gumbel_noise(slot.tensors["seed"], position, torch.arange(len(scores), device=tokens.device))[0, 0]
+    position = torch.tensor([[tokens.shape[1]]], device=tokens.device)
+    logits = target.logits(target(tokens).last[:, -1:])
+    scores = token_scores(logits.double(), position, BatchSampling.of([sampling], tokens.device))[0, 0]
     return index, abs((scores[ours[index]] - scores[theirs[index]]).item())
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import eagle3
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
-                    SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate, grow_tree,
+                    SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
 
 HERE = Path(__file__).parent
@@ -245,7 +245,7 @@ def test_chunks_behind_a_cache_equal_one_whole_forward_with_rows_of_different_le
         starts = lengths.tolist()
         tokens = torch.tensor([(row[s:s + n] + [0] * T)[:T] for row, s, n in zip(rows, starts, sizes)])
         positions = lengths[:, None] + torch.arange(T)
-        out = target(tokens, CacheContext(cache, lengths, T, max(starts) + T), positions).last
+        out = target(tokens, CacheContext(cache, lengths, T, torch.arange(max(starts) + T)), positions).last
         for b, (s, n) in enumerate(zip(starts, sizes)):
             assert_close(f"row {b}", out[b, :n], whole[b][s:s + n], 1e-12)
         lengths = lengths + torch.tensor(sizes)
@@ -257,9 +257,9 @@ def test_a_tree_behind_a_cache_equals_each_root_to_leaf_path_run_alone(target):
     tokens = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(3))
     cache, lengths = KVCache(8, 2, 2, 32, 8, torch.float64), torch.tensor([6, 11])
     for b, prompt in enumerate(prompts):
-        target(torch.tensor([prompt]), CacheContext(cache.row(b), torch.zeros(1, dtype=torch.int64), len(prompt), len(prompt)))
+        target(torch.tensor([prompt]), CacheContext(cache.row(b), torch.zeros(1, dtype=torch.int64), len(prompt), torch.arange(len(prompt))))
     mask = ancestor_mask(parents)
-    out = target(tokens, CacheContext(cache, lengths, 6, 17, mask), lengths[:, None] + mask.sum(-1) - 1).last
+    out = target(tokens, CacheContext(cache, lengths, 6, torch.arange(17), mask), lengths[:, None] + mask.sum(-1) - 1).last
     for b, prompt in enumerate(prompts):
         for node in range(6):
             path = [i for i in range(6) if mask[b, node, i]]
@@ -624,13 +624,6 @@ def chi_square_odds(counts, probs) -> float:
     return torch.special.gammaincc(torch.tensor((len(probs) - 1) / 2, dtype=torch.float64), statistic / 2).item()
 
 
-def slots_with(batch, **settings):
-    slots = eagle3.SlotSampling(batch, "cpu")
-    for slot in range(batch):
-        slots.set(slot, Sampling(**{name: value(slot) if callable(value) else value for name, value in settings.items()}))
-    return slots
-
-
 @pytest.mark.parametrize("varies", ["seed", "position"])
 def test_the_noise_makes_the_argmax_follow_the_softmax_over_seeds_and_over_positions(varies):
     """20,000 draws against the exact probabilities; false-alarm odds 1e-4 each, and pairs of neighbouring draws must be independent."""
@@ -658,11 +651,9 @@ def test_the_noise_is_standard_gumbel_over_tokens_and_the_same_for_any_shard_of_
 def test_top_k_top_p_and_min_p_keep_what_a_plain_loop_keeps():
     generator = torch.Generator().manual_seed(1)
     settings = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.5, 1.3) for k in (0, 1, 5) for p in (1.0, 0.7) for m in (0.0, 0.2)]
-    slots = eagle3.SlotSampling(len(settings), "cpu")
-    for slot, setting in enumerate(settings):
-        slots.set(slot, Sampling(**setting))
+    sampling = eagle3.BatchSampling.of([Sampling(**setting) for setting in settings], "cpu")
     logits = torch.randn(len(settings), 3, 30, generator=generator) * 2
-    out = eagle3.processed(logits, slots)
+    out = eagle3.truncate(eagle3.temper(logits, sampling), sampling)
     for b, setting in enumerate(settings):
         for n in range(3):
             scaled = logits[b, n].double() / setting["temperature"]
@@ -706,12 +697,12 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation_alone_an
 def test_sampled_text_of_three_tokens_follows_the_exactly_enumerated_distribution(spec):
     """All 216 texts' probabilities from the target against 3,000 seeds through the engine; false-alarm odds 1e-4."""
     target, prompt, sampling = random_target(vocab_size=6, eos_token_ids=()), [3, 4], Sampling(temperature=1.5, top_p=0.95)
-    head, slot = random_head(target) if spec else None, slots_with(1, temperature=1.5, top_p=0.95)
+    head, batch = random_head(target) if spec else None, eagle3.BatchSampling.of([sampling], "cpu")
     exact = torch.ones(1, dtype=torch.float64)
     texts = torch.zeros(1, 0, dtype=torch.int64)
     for _ in range(3):
         rows = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], 1)
-        probs = torch.stack([eagle3.processed(target.logits(target(row[None]).last[:, -1:]), slot)[0, 0].softmax(-1) for row in rows])
+        probs = torch.stack([eagle3.truncate(eagle3.temper(target.logits(target(row[None]).last[:, -1:]), batch), batch)[0, 0].softmax(-1) for row in rows])
         exact = (exact[:, None] * probs).flatten()
         texts = torch.cat([texts.repeat_interleave(6, 0), torch.arange(6).repeat(len(texts))[:, None]], 1)
     engine = Engine(target, head, spec, max_batch=1000, max_length=5)
@@ -745,8 +736,7 @@ def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(targe
     with torch.no_grad():
         for slot in range(2):
             engine._prefill(slot, engine.waiting.popleft())
-        tree = grow_tree(head, engine.root, engine.hidden, engine.normed, engine.lengths, engine.draft_cache, spec, 12 + engine.margin,
-                         engine.sampling)
+        tree = engine._draft(spec, engine.root, engine.hidden, engine.normed, engine.lengths, engine.columns[:12 + engine.margin], engine.sampling)
     for b, prompt in enumerate(prompts):
         tokens = torch.tensor([prompt])
         features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
