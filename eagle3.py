@@ -479,24 +479,24 @@ class KVCache:
 class CacheContext:
     """T new tokens behind each row's cached prefix.
 
-    Row b's tokens see its columns 0..lengths[b]-1, and of the W columns behind those the ones that block [B,T,W] allows. They are
-    written to the last T of the W columns. Without a block W = T and token t sees tokens 0..t (a chain or a prefill). With a tree's
-    ancestor mask this is tree attention; with W > T the tokens follow W - T nodes that earlier calls wrote (a tree grown by levels).
-    columns: arange over the columns to read, at least max(lengths) + W of them (a tensor, so that compiled code takes any number).
+    Row b's tokens see its columns 0..lengths[b]-1, and of the W columns behind those the ones that block [B,T,W] allows. They are written
+    to W's columns offset..offset+T-1 (offset: a tensor of one integer, so that every level of a tree is the same compiled code). Without a
+    block, token t sees the new tokens 0..t: a chain or a prefill. With a tree's ancestor mask this is tree attention.
+    columns: arange over the columns to read, at least max(lengths) + W of them; a tensor, so that compiled code takes any number.
     """
 
-    def __init__(self, cache: KVCache, lengths: Tensor, num_tokens: int, columns: Tensor, block: Tensor | None = None):
+    def __init__(self, cache: KVCache, lengths: Tensor, num_tokens: int, columns: Tensor, block: Tensor | None = None,
+                 offset: Tensor | None = None):
         self.cache, self.reach = cache, columns.shape[0]
-        width = num_tokens if block is None else block.shape[-1]
-        device = lengths.device
-        self.rows = torch.arange(len(lengths), device=device)[:, None]
-        self.own = lengths[:, None] + torch.arange(width - num_tokens, width, device=device)  # [B,T] where these tokens go
+        self.rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        self.own = lengths[:, None] + torch.arange(num_tokens, device=lengths.device)  # [B,T] where these tokens go
         if block is None:
             self.visible = columns <= self.own[..., None]
         else:
-            offset = (columns - lengths[:, None])[:, None].expand(-1, num_tokens, -1)  # [B,T,S]: column within the block
-            inside = (offset >= 0) & (offset < width)
-            self.visible = (offset < 0) | inside & block.gather(2, offset.clamp(0, width - 1))
+            self.own = self.own if offset is None else self.own + offset
+            within = (columns - lengths[:, None])[:, None].expand(-1, num_tokens, -1)  # [B,T,S]: column within the block
+            width = block.shape[-1]
+            self.visible = (within < 0) | (within < width) & block.gather(2, within.clamp(0, width - 1))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -1063,14 +1063,16 @@ def row_noise(positions: Tensor, token_ids: Tensor, sampling: BatchSampling) -> 
 
 
 def truncate(scaled: Tensor, sampling: BatchSampling) -> Tensor:
-    """Tempered logits [B,N,V], -inf where top-k, top-p or min-p cut. The most likely token always stays."""
+    """Tempered logits [B,N,V], -inf where top-k, top-p or min-p cut. The most likely token always stays, and so does whatever is exactly
+    as likely as the last one that stays."""
     top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    ordered = scaled.sort(dim=-1, descending=True).values
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     keep = (top_k == 0) | (rank < top_k)
     probs = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
     keep = keep & (probs.cumsum(-1) - probs < top_p) & (probs >= min_p * probs[..., :1]) | (rank == 0)
-    return scaled.masked_fill(~keep.gather(-1, ids.argsort(-1)), float("-inf"))
+    least = ordered.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
+    return scaled.masked_fill(scaled < least, float("-inf"))
 
 
 def token_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling) -> Tensor:
@@ -1122,35 +1124,37 @@ def draft_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling, tar
     return temper(logits, sampling).log_softmax(-1) + row_noise(positions, target_ids, sampling)
 
 
-def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, cache: KVCache, spec: SpecConfig,
-              columns: Tensor, sampling: BatchSampling) -> DraftTree:
+def grow_tree(step, target_ids: Tensor, root: Tensor, hidden: Tensor, logits: Tensor, lengths: Tensor, spec: SpecConfig,
+              sampling: BatchSampling) -> DraftTree:
     """EAGLE-2's dynamic tree: expand the topk best nodes level by level, then keep the best num_draft_tokens - 1 of all candidates.
 
-    root [B]: newest tokens; hidden, normed [B,C]: the head's results at the last true slot; lengths [B]: true slots in the head's cache.
+    root [B]: newest tokens; hidden [B,C], logits [B,Vd]: the head's at the last true slot; lengths [B]: true slots in the head's cache.
+    step(hidden [B,k,C], tokens [B,k], positions [B,k], block [B,k,W], offset) runs the head on one level and returns its hidden states
+    [B,k,C] and logits [B,k,Vd]. target_ids [Vd]: what each draft id stands for.
+
     A node's score is its path's sum of edges, each at most 0, so a parent never scores below its child and the kept nodes form a tree.
     An edge is the draft's log-probability or, for rows with a temperature, the log-softmax of the children's draft_scores among them.
     """
-    B, k = len(root), spec.topk
-    rank = torch.arange(k, device=root.device).expand(B, k)
-    target_ids = head.draft_to_target(torch.arange(len(head.d2t), device=root.device))
+    B, k, device = len(root), spec.topk, root.device
 
-    def children(normed: Tensor, base: Tensor, depth: int) -> tuple[Tensor, Tensor]:  # [B,n,C], [B,n] -> tokens and scores [B,n*k]
-        positions = (lengths + depth)[:, None].expand(B, normed.shape[1])
-        best, draft_ids = draft_scores(head.lm_head(normed), positions, sampling, target_ids).topk(k)
+    def children(logits: Tensor, base: Tensor, depth: int) -> tuple[Tensor, Tensor]:  # [B,n,Vd], [B,n] -> tokens and scores [B,n*k]
+        positions = (lengths + depth)[:, None].expand(base.shape)
+        best, draft_ids = draft_scores(logits, positions, sampling, target_ids).topk(k)
         edges = best
         if not sampling.is_greedy:
             edges = torch.where(sampling.temperature[:, None, None] > 0, best.log_softmax(-1), best)
         return target_ids[draft_ids].flatten(1), (base[..., None] + edges).flatten(1)
 
-    tokens, scores = children(normed[:, None], normed.new_zeros(B, 1), 1)
+    tokens, scores = children(logits[:, None], torch.zeros(B, 1, device=device), 1)
     all_tokens, all_scores, all_parents = [root[:, None], tokens], [scores], [root.new_zeros(B, 1 + k)]  # numbered as they are made
-    frontier = rank + 1  # [B,k] their numbers
-    hidden, block = hidden[:, None].expand(-1, k, -1), torch.zeros(B, k, 0, dtype=torch.bool, device=root.device)
+    frontier = torch.arange(1, k + 1, device=device).expand(B, k)  # their numbers
+    hidden, width = hidden[:, None].expand(-1, k, -1), (spec.num_steps - 1) * k
+    block = torch.zeros(B, k, width, dtype=torch.bool, device=device)  # which earlier levels' nodes each frontier node descends from
     for level in range(1, spec.num_steps):
-        block = torch.cat([block, torch.eye(k, dtype=torch.bool, device=root.device).expand(B, k, k)], dim=-1)  # [B,k,level*k]
-        positions = (lengths + level - 1)[:, None].expand(B, k)
-        hidden, normed = head.step(hidden, tokens, positions, CacheContext(cache, lengths, k, columns, block))
-        new_tokens, new_scores = children(normed, scores, level + 1)
+        offset = torch.tensor((level - 1) * k, device=device)
+        block = block | (torch.arange(width, device=device) == (offset + torch.arange(k, device=device))[:, None])  # and itself
+        hidden, logits = step(hidden, tokens, (lengths + level - 1)[:, None].expand(B, k), block, offset)
+        new_tokens, new_scores = children(logits, scores, level + 1)
         first = 1 + sum(s.shape[1] for s in all_scores)
         all_tokens.append(new_tokens)
         all_scores.append(new_scores)
@@ -1161,14 +1165,14 @@ def grow_tree(head: DraftHead, root: Tensor, hidden: Tensor, normed: Tensor, len
     kept = best_first(torch.cat(all_scores, 1), spec.num_draft_tokens - 1).sort(dim=1).values + 1
     kept = torch.cat([torch.zeros_like(kept[:, :1]), kept], dim=1)  # [B,N], the root first
     made = torch.cat(all_tokens, 1)
-    renumbered = torch.zeros_like(made).scatter(1, kept, torch.arange(kept.shape[1], device=root.device).expand_as(kept))
+    renumbered = torch.zeros_like(made).scatter(1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept))
     return DraftTree(made.gather(1, kept), renumbered.gather(1, torch.cat(all_parents, 1).gather(1, kept)))
 
 
 # -----------------------------------------------------------------------------
 # 10. Verification
 # A guess is right if it is the token that the target chooses at its parent. Nothing else decides, so the text is the target's own,
-# whatever the draft. Needs: 8.
+# whatever the draft. Needs: 8, 9.
 
 
 class Accepted(NamedTuple):
@@ -1191,7 +1195,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
     num_accepted = depth[rows, last]
     steps = torch.arange(max_depth + 1, device=last.device)[None, :, None]
     at_depth = mask[rows, last][:, None] & (depth[:, None] == steps)  # [B,P,N]
-    return Accepted(torch.where(at_depth.any(-1), at_depth.long().argmax(-1), last[:, None]), num_accepted)
+    return Accepted(torch.where(at_depth.any(-1), at_depth.int().argmax(-1), last[:, None]), num_accepted)
 
 
 # -----------------------------------------------------------------------------
@@ -1252,6 +1256,19 @@ class Request:
     stats: SpecStats = field(default_factory=SpecStats)
 
 
+def run_requests(engine: "Engine", prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
+                 sampling: Sampling = Sampling()) -> list[Request]:
+    """Submit all prompts and step to the end. Raises ValueError if a request failed on non-finite logits."""
+    requests = [engine.submit(prompt, max_new_tokens, eos_token_ids, sampling) for prompt in prompts]
+    while engine.busy:
+        engine.step()
+    failed = [i for i, request in enumerate(requests) if request.finish_reason == "error"]
+    if failed:
+        raise ValueError(f"the target's logits were not finite for prompts {failed}: check its weights and dtype "
+                         "(fp16 overflows where bf16 does not)")
+    return requests
+
+
 class Engine:
     """Decodes up to max_batch requests at once, speculating if it has a head.
 
@@ -1285,7 +1302,8 @@ class Engine:
             own = head.config
             self.draft_cache = KVCache(1, max_batch, own.num_kv_heads, columns, own.head_dim, head.norm.weight.dtype, self.device)
             self.hidden = torch.zeros(max_batch, own.hidden_size, dtype=head.norm.weight.dtype, device=self.device)  # at the last true slot
-            self.normed = torch.zeros_like(self.hidden)
+            self.draft_logits = torch.zeros(max_batch, own.draft_vocab_size, dtype=head.norm.weight.dtype, device=self.device)
+            self.target_ids = head.draft_to_target(torch.arange(own.draft_vocab_size, device=self.device))
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # tokens in the caches: all but the root
         self.root = torch.zeros_like(self.lengths)
         self.active = torch.zeros_like(self.lengths)  # 1 where a request runs: an idle slot computes along, and stands still
@@ -1370,38 +1388,54 @@ class Engine:
             events += self._round()
         return events
 
+    def compile(self) -> "Engine":
+        """Compile the hot functions and run each once, so that nothing is compiled while requests wait. Selection (noise, acceptance, the
+        tree's bookkeeping) stays eager: small, and the same for every kind of sampling. The eager functions stay the oracle.
+
+        On a CPU the weights are frozen into the graphs: packed once, for twice the speed and one more copy of them in memory per graph.
+        On CUDA the graphs are recorded (not run so far: no GPU was at hand); what outlives a call is cloned, as recording asks.
+        """
+        torch._dynamo.config.recompile_limit = 64  # beyond the limit the compiler would fall back to eager in silence
+        if self.device.type == "cpu":
+            torch._inductor.config.freezing = True
+            compiled = partial(torch.compile, fullgraph=True)
+        else:
+            graphed = partial(torch.compile, fullgraph=True, mode="reduce-overhead")
+            compiled = lambda f: (lambda *args, run=graphed(f): tuple(x.clone() for x in run(*args)))
+        self._run_target = compiled(self._run_target)
+        if self.head:
+            self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
+        run_requests(self, [[0, 0]], 2 + (self.spec.ceiling if self.spec else 1), ())
+        self.times = {name: [] for name in self.times}
+        return self
+
     # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
 
-    def _draft(self, spec: SpecConfig, root: Tensor, hidden: Tensor, normed: Tensor, lengths: Tensor, columns: Tensor,
-               sampling: BatchSampling) -> DraftTree:
-        return grow_tree(self.head, root, hidden, normed, lengths, self.draft_cache, spec, columns, sampling)
+    def _run_target(self, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """A plain step, or the verification of a tree: tokens, positions [B,N], mask [B,N,N] -> logits [B,N,V], features [B,N,A*C]."""
+        out = self.target(tokens, CacheContext(self.cache, lengths, tokens.shape[1], columns, mask), positions, self.boundaries)
+        return self.target.logits(out.last), self.head.config.layout.pack(out.captures) if self.head else out.last
 
-    def _verify(self, spec: SpecConfig | None, tree: DraftTree, lengths: Tensor, columns: Tensor, sampling: BatchSampling):
-        """One target forward over the tree; accepts a path and makes the cache dense again. Returns the emitted tokens [B,P] (the accepted
-        guesses, then the bonus token), how many guesses were accepted [B], whether all logits were finite [B], the path's features."""
-        mask = ancestor_mask(tree.parents)
-        positions = lengths[:, None] + mask.sum(-1) - 1
-        context = CacheContext(self.cache, lengths, tree.tokens.shape[1], columns, mask)
-        out = self.target(tree.tokens, context, positions, self.boundaries)
-        logits = self.target.logits(out.last)
-        target_tokens = token_scores(logits, positions + 1, sampling).argmax(-1)
-        path, num_accepted = accept(tree, target_tokens, spec.num_steps if spec else 0)
-        if spec and spec.topk > 1:  # a chain's path lies dense already
-            self.cache.keep(lengths, path)
-        features = gather_nodes(self.head.config.layout.pack(out.captures), path) if self.head else None
-        return target_tokens.gather(1, path), num_accepted, logits.amax(-1).isfinite().all(1), features
+    def _run_head(self, hidden: Tensor, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, block: Tensor,
+                  offset: Tensor) -> tuple[Tensor, Tensor]:
+        """One level of the tree: see grow_tree."""
+        context = CacheContext(self.draft_cache, lengths, tokens.shape[1], columns, block, offset)
+        hidden, normed = self.head.step(hidden, tokens, positions, context)
+        return hidden, self.head.lm_head(normed)
 
-    def _extend(self, cache: KVCache, features: Tensor, tokens: Tensor, count: Tensor, lengths: Tensor, columns: Tensor):
+    def _run_extend(self, features: Tensor, tokens: Tensor, count: Tensor, lengths: Tensor, columns: Tensor,
+                    cache: KVCache | None = None) -> tuple[Tensor, Tensor]:
         """Feed the head true slots: features [B,T,A*C] and the tokens that follow them [B,T], of which the first count [B] are meant.
-        Returns the head's two results at the last of these, [B,C] each."""
+        Returns its hidden state [B,C] and logits [B,Vd] at the last of these."""
         T = tokens.shape[1]
         positions = lengths[:, None] + torch.arange(T, device=tokens.device)
-        hidden, normed = self.head.step(self.head.fuse(features), tokens, positions, CacheContext(cache, lengths, T, columns))
+        context = CacheContext(cache or self.draft_cache, lengths, T, columns)
+        hidden, normed = self.head.step(self.head.fuse(features), tokens, positions, context)
         last = count[:, None] - 1
-        return gather_nodes(hidden, last)[:, 0], gather_nodes(normed, last)[:, 0]
+        return gather_nodes(hidden, last)[:, 0], self.head.lm_head(gather_nodes(normed, last))[:, 0]
 
     def _prefill(self, slot: int, request: Request) -> list[int]:
-        """Run the prompt, in chunks, through target and head; emits the first token."""
+        """Run the prompt, in chunks, through target and head, eagerly (every length is another shape); emits the first token."""
         self.slots[slot] = request
         self.sampling = BatchSampling.of([r.sampling if r else Sampling() for r in self.slots], self.device)
         own = BatchSampling.of([request.sampling], self.device)
@@ -1418,34 +1452,44 @@ class Engine:
                 logits = self.target.logits(out.last[:, -1:])
                 following = token_scores(logits, positions[:, -1:] + 1, own).argmax(-1)
             if self.head:
-                following = torch.cat([tokens[:, 1:], following], dim=1)
                 features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
-                hidden, normed = Engine._extend(self, self.draft_cache.row(slot), features, following, count, lengths, columns)
-                self.hidden[slot], self.normed[slot] = hidden[0], normed[0]
+                shifted = torch.cat([tokens[:, 1:], following], dim=1)
+                hidden, draft_logits = Engine._run_extend(self, features, shifted, count, lengths, columns, self.draft_cache.row(slot))
+                self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
         self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), following[0, -1], 1
         if not logits.max().isfinite():
             self._finish(request, "error")
             return []
         return self._emit(request, [int(following[0, -1])])
 
+    def _draft(self, columns: Tensor) -> DraftTree:
+        if self.head is None:
+            return DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
+        step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, self.lengths, columns, block, offset)
+        return grow_tree(step, self.target_ids, self.root, self.hidden, self.draft_logits, self.lengths, self.spec, self.sampling)
+
     def _round(self) -> list[tuple[Request, list[int]]]:
         """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
-        watch = Stopwatch(self.device)
+        watch, columns = Stopwatch(self.device), self._columns()
         watch.mark()
-        columns = self._columns()
-        if self.head:
-            tree = self._draft(self.spec, self.root, self.hidden, self.normed, self.lengths, columns, self.sampling)
-        else:
-            tree = DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
+        tree = self._draft(columns)
         watch.mark()
-        emitted, num_accepted, finite, features = self._verify(self.spec, tree, self.lengths, columns, self.sampling)
+        mask = ancestor_mask(tree.parents)
+        positions = self.lengths[:, None] + mask.sum(-1) - 1
+        logits, features = self._run_target(tree.tokens, positions, self.lengths, columns, mask)
+        target_tokens = token_scores(logits, positions + 1, self.sampling).argmax(-1)
+        path, num_accepted = accept(tree, target_tokens, self.spec.num_steps if self.spec else 0)
+        emitted = target_tokens.gather(1, path)  # [B,P]: the accepted guesses, then the bonus token
+        if self.spec and self.spec.topk > 1:  # a chain's path lies dense already
+            self.cache.keep(self.lengths, path)
         watch.mark()
+        finite = head_finite = logits.amax(-1).isfinite().all(1)
         if self.head:  # the accepted slots anew, from the target's features instead of the head's own
-            self.hidden, self.normed = self._extend(self.draft_cache, features, emitted, num_accepted + 1, self.lengths, columns)
+            self.hidden, self.draft_logits = self._run_extend(gather_nodes(features, path), emitted, num_accepted + 1, self.lengths, columns)
+            head_finite = self.draft_logits.amax(-1).isfinite()
         self.lengths = self.lengths + (num_accepted + 1) * self.active
         self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
         watch.mark()
-        head_finite = self.normed.isfinite().all(1) if self.head else finite
         told = torch.stack([num_accepted, finite, head_finite], dim=1)
         told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
         draft, verify, extend = watch.laps()
@@ -1467,19 +1511,6 @@ class Engine:
         for name, ms in zip(self.times, (draft + extend, verify, host, draft + verify + extend + host)):
             self.times[name].append(ms)
         return events
-
-
-def run_requests(engine: Engine, prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
-                 sampling: Sampling = Sampling()) -> list[Request]:
-    """Submit all prompts and step to the end. Raises ValueError if a request failed on non-finite logits."""
-    requests = [engine.submit(prompt, max_new_tokens, eos_token_ids, sampling) for prompt in prompts]
-    while engine.busy:
-        engine.step()
-    failed = [i for i, request in enumerate(requests) if request.finish_reason == "error"]
-    if failed:
-        raise ValueError(f"the target's logits were not finite for prompts {failed}: check its weights and dtype "
-                         "(fp16 overflows where bf16 does not)")
-    return requests
 
 
 def speculative_generate(target: Target, head: DraftHead | None, prompts: list[list[int]], spec: SpecConfig | None, max_new_tokens: int,

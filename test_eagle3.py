@@ -736,7 +736,7 @@ def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(targe
     with torch.no_grad():
         for slot in range(2):
             engine._prefill(slot, engine.waiting.popleft())
-        tree = engine._draft(spec, engine.root, engine.hidden, engine.normed, engine.lengths, engine.columns[:12 + engine.margin], engine.sampling)
+        tree = engine._draft(engine.columns[:12 + engine.margin])
     for b, prompt in enumerate(prompts):
         tokens = torch.tensor([prompt])
         features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
@@ -872,7 +872,7 @@ def test_a_perfect_draft_reaches_the_ceiling_and_a_hostile_one_gets_exactly_one(
     for right, expected in ((True, spec.ceiling), (False, 1)):
         engine = Engine(target, head, spec, max_batch=2, max_length=80)
 
-        def scripted(head, root, *_):
+        def scripted(*_):
             """A chain of the true next tokens (or of wrong ones) as nodes 1..num_steps, the other nodes as wrong siblings of the first."""
             rows = []
             for request, text in zip(requests, texts):
@@ -924,7 +924,7 @@ def test_a_request_that_fills_max_length_ends_while_another_goes_on(target, monk
     texts = [r.output for r in generate(target, prompts, 40, eos_token_ids=())]
     engine = Engine(target, random_head(target), spec, max_batch=2, max_length=32)
 
-    def scripted(head, root, *_):
+    def scripted(*_):
         rows = [[r.output[-1] if r else 0, *([*texts[i], *[0] * 9][len(r.output):][:4] if r else [0] * 4), *range(50, 50 + spec.num_draft_tokens - 5)]
                 for i, r in enumerate(engine.slots)]
         return DraftTree(torch.tensor(rows), torch.tensor([[0, 0, 1, 2, 3, *[0] * (spec.num_draft_tokens - 5)]] * 2))
