@@ -1245,6 +1245,55 @@ class SpecStats:
         return [self.accepted_at[depth] / max(self.rounds, 1) for depth in range(num_steps)]
 
 
+AUTO_SHAPES = (SpecConfig(3, 1, 4), SpecConfig(5, 2, 8))  # what a loop that chooses for itself chooses from, besides not drafting
+
+
+class Controller:
+    """Chooses each round's shape: the one with the most expected tokens per millisecond, not drafting (None) included.
+
+    It knows only what the loop measured: of each shape's last rounds the median time, and the mean number of tokens. Every shape is tried
+    `tries` times at first. Later the others are probed in turn, one round each, at intervals that double up to `longest` while that
+    changes nothing, and again at once when a probe did better than the best: a head that never pays costs next to nothing, and one that
+    begins to pay is found.
+    """
+    tries, shortest, longest, memory = 3, 32, 256, 16
+
+    def __init__(self, shapes: tuple[SpecConfig, ...]):
+        self.shapes = (None, *shapes)
+        self.ms = {shape: deque(maxlen=self.memory) for shape in self.shapes}
+        self.tokens = {shape: deque(maxlen=self.memory) for shape in self.shapes}  # per row and round
+        self.since_probe, self.interval, self.turn = 0, self.shortest, 0
+
+    def median_ms(self, shape: SpecConfig | None) -> float:
+        return sorted(self.ms[shape])[len(self.ms[shape]) // 2]
+
+    def rate(self, shape: SpecConfig | None) -> float:
+        """Expected tokens per row and ms."""
+        return sum(self.tokens[shape]) / len(self.tokens[shape]) / self.median_ms(shape)
+
+    def choose(self) -> SpecConfig | None:
+        untried = [shape for shape in self.shapes if len(self.ms[shape]) < self.tries]
+        best = None if untried else max(self.shapes, key=self.rate)
+        if untried or self.since_probe < self.interval:
+            return untried[0] if untried else best
+        others = [shape for shape in self.shapes if shape != best]
+        return others[self.turn % len(others)]
+
+    def record(self, shape: SpecConfig | None, ms: float, tokens: float) -> None:
+        """One round of `shape` took ms and emitted `tokens` a row."""
+        untried = min(map(len, self.ms.values())) < self.tries
+        best = None if untried else max(self.shapes, key=self.rate)
+        self.ms[shape].append(ms)
+        self.tokens[shape].append(tokens)
+        self.since_probe += 1
+        if untried or shape == best:
+            return
+        if tokens / self.median_ms(shape) <= self.rate(best):
+            self.since_probe, self.interval, self.turn = 0, min(2 * self.interval, self.longest), self.turn + 1
+        elif max(self.shapes, key=self.rate) == shape:
+            self.since_probe, self.interval = 0, self.shortest
+
+
 @dataclass(eq=False)
 class Request:
     prompt: list[int]
@@ -1253,7 +1302,8 @@ class Request:
     sampling: Sampling
     output: list[int] = field(default_factory=list)  # emitted tokens, a final end-of-turn token included
     finish_reason: str | None = None                 # stop | length | cancelled | error
-    stats: SpecStats = field(default_factory=SpecStats)
+    stats: SpecStats = field(default_factory=SpecStats)  # of the rounds that drafted
+    plain_steps: int = 0                                 # rounds that did not, though there is a head
 
 
 def run_requests(engine: "Engine", prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
@@ -1277,25 +1327,30 @@ class Engine:
         while engine.busy:
             for request, tokens in engine.step(): ...
 
-    max_length bounds prompt + new tokens of a request. Raises ValueError for a head without a spec, or attached to another target.
+    max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
+    to draft, round by round. Raises ValueError for a head without a spec, or attached to another target.
     """
+    block = 16  # slots that the head catches up with at once after plain steps
 
-    def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | None = None,
+    def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | tuple[SpecConfig, ...] | None = None,
                  max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512):
         if (head is None) != (spec is None):
             raise ValueError("an Engine needs a draft head and a SpecConfig, or neither")
         if head is not None and head.target is not target:
             raise ValueError("the head must be attached to this Engine's target: head.attach(target)")
-        if head is not None and spec.topk > head.config.draft_vocab_size:
-            raise ValueError(f"topk must not exceed the draft vocabulary: got {spec.topk} and {head.config.draft_vocab_size}")
+        shapes = spec if isinstance(spec, tuple) else (spec,) if spec else ()
+        if head is not None and any(shape.topk > head.config.draft_vocab_size for shape in shapes):
+            raise ValueError(f"topk must not exceed the draft vocabulary of {head.config.draft_vocab_size}: got {', '.join(map(str, shapes))}")
         config, weight = target.config, target.norm.weight
         if max_length > config.max_position_embeddings:
             raise ValueError(f"max_length must be within the target's context of {config.max_position_embeddings} tokens: got {max_length}")
-        self.target, self.head, self.spec = target, head, spec
+        self.target, self.head, self.shapes = target, head, shapes
+        self.controller = Controller(shapes) if isinstance(spec, tuple) else None
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device
         # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
-        self.margin = max(spec.num_draft_tokens, (spec.num_steps - 1) * spec.topk, spec.num_steps + 1) if spec else 1
+        self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
+                          + [self.block] * (self.controller is not None))
         columns = max_length + self.margin
         self.cache = KVCache(config.num_layers, max_batch, config.num_kv_heads, columns, config.head_dim, weight.dtype, self.device)
         if head is not None:
@@ -1303,6 +1358,10 @@ class Engine:
             self.draft_cache = KVCache(1, max_batch, own.num_kv_heads, columns, own.head_dim, head.norm.weight.dtype, self.device)
             self.hidden = torch.zeros(max_batch, own.hidden_size, dtype=head.norm.weight.dtype, device=self.device)  # at the last true slot
             self.draft_logits = torch.zeros(max_batch, own.draft_vocab_size, dtype=head.norm.weight.dtype, device=self.device)
+            width = head.config.layout.width
+            self.late_features = torch.zeros(max_batch, self.block, width, dtype=weight.dtype, device=self.device)  # of plain steps
+            self.late_tokens = torch.zeros(max_batch, self.block, dtype=torch.int64, device=self.device)
+            self.late, self.late_rounds = torch.zeros(max_batch, dtype=torch.int64, device=self.device), 0  # slots that the head is behind
             self.target_ids = head.draft_to_target(torch.arange(own.draft_vocab_size, device=self.device))
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # tokens in the caches: all but the root
         self.root = torch.zeros_like(self.lengths)
@@ -1311,7 +1370,7 @@ class Engine:
         self.sampling = BatchSampling.of([Sampling()] * max_batch, self.device)
         self.slots: list[Request | None] = [None] * max_batch
         self.waiting: deque[Request] = deque()
-        self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms, one entry a round
+        self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms by round (with a head: that drafted)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -1349,6 +1408,8 @@ class Engine:
             slot = self.slots.index(request)
             self.slots[slot] = None
             self.active[slot] = self.lengths[slot] = 0  # an idle slot writes to its first columns, within bounds
+            if self.head:
+                self.late[slot] = 0
             if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
                 for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
                     for cached in (*cache.keys, *cache.values):
@@ -1377,15 +1438,17 @@ class Engine:
         return columns
 
     @torch.no_grad()
-    def step(self) -> list[tuple[Request, list[int]]]:
-        """Admit waiting requests into free slots, then run one round; returns what each request got."""
+    def step(self, shape: SpecConfig | None | str = "choose") -> list[tuple[Request, list[int]]]:
+        """Admit waiting requests into free slots, then run one round (of a given shape; None drafts nothing); returns what each got."""
         events = []
         for slot in range(self.max_batch):
             while self.waiting and self.slots[slot] is None:
                 request = self.waiting.popleft()
                 events.append((request, self._prefill(slot, request)))
         if any(self.slots):
-            events += self._round()
+            if shape == "choose":
+                shape = self.controller.choose() if self.controller else self.shapes[0] if self.shapes else None
+            events += self._round(shape)
         return events
 
     def compile(self) -> "Engine":
@@ -1405,7 +1468,11 @@ class Engine:
         self._run_target = compiled(self._run_target)
         if self.head:
             self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
-        run_requests(self, [[0, 0]], 2 + (self.spec.ceiling if self.spec else 1), ())
+        for shape in (None, *self.shapes) if self.controller or not self.head else self.shapes:
+            self.submit([0, 0], 4 + (shape.ceiling if shape else 0), ())
+            self.step(shape)
+            self.step(shape)
+            self.cancel(next(request for request in self.slots if request))
         self.times = {name: [] for name in self.times}
         return self
 
@@ -1456,44 +1523,60 @@ class Engine:
                 shifted = torch.cat([tokens[:, 1:], following], dim=1)
                 hidden, draft_logits = Engine._run_extend(self, features, shifted, count, lengths, columns, self.draft_cache.row(slot))
                 self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
+                self.late[slot] = 0
         self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), following[0, -1], 1
         if not logits.max().isfinite():
             self._finish(request, "error")
             return []
         return self._emit(request, [int(following[0, -1])])
 
-    def _draft(self, columns: Tensor) -> DraftTree:
-        if self.head is None:
-            return DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
-        step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, self.lengths, columns, block, offset)
-        return grow_tree(step, self.target_ids, self.root, self.hidden, self.draft_logits, self.lengths, self.spec, self.sampling)
+    def _catch_up(self, columns: Tensor) -> None:
+        """Feed the head the slots of the plain steps since it last ran; a row that is not behind keeps its state."""
+        hidden, logits = self._run_extend(self.late_features, self.late_tokens, self.late.clamp(min=1), self.lengths - self.late, columns)
+        behind = (self.late > 0)[:, None]
+        self.hidden, self.draft_logits = torch.where(behind, hidden, self.hidden), torch.where(behind, logits, self.draft_logits)
+        self.late, self.late_rounds = torch.zeros_like(self.late), 0
 
-    def _round(self) -> list[tuple[Request, list[int]]]:
+    def _draft(self, shape: SpecConfig | None, columns: Tensor) -> DraftTree:
+        if shape is None:
+            return DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
+        if self.late_rounds:
+            self._catch_up(columns)
+        step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, self.lengths, columns, block, offset)
+        return grow_tree(step, self.target_ids, self.root, self.hidden, self.draft_logits, self.lengths, shape, self.sampling)
+
+    def _round(self, shape: SpecConfig | None) -> list[tuple[Request, list[int]]]:
         """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
         watch, columns = Stopwatch(self.device), self._columns()
         watch.mark()
-        tree = self._draft(columns)
+        tree = self._draft(shape, columns)
         watch.mark()
         mask = ancestor_mask(tree.parents)
         positions = self.lengths[:, None] + mask.sum(-1) - 1
         logits, features = self._run_target(tree.tokens, positions, self.lengths, columns, mask)
         target_tokens = token_scores(logits, positions + 1, self.sampling).argmax(-1)
-        path, num_accepted = accept(tree, target_tokens, self.spec.num_steps if self.spec else 0)
+        path, num_accepted = accept(tree, target_tokens, shape.num_steps if shape else 0)
         emitted = target_tokens.gather(1, path)  # [B,P]: the accepted guesses, then the bonus token
-        if self.spec and self.spec.topk > 1:  # a chain's path lies dense already
+        if shape and shape.topk > 1:  # a chain's path lies dense already
             self.cache.keep(self.lengths, path)
         watch.mark()
         finite = head_finite = logits.amax(-1).isfinite().all(1)
-        if self.head:  # the accepted slots anew, from the target's features instead of the head's own
+        if shape:  # the accepted slots anew, from the target's features instead of the head's own
             self.hidden, self.draft_logits = self._run_extend(gather_nodes(features, path), emitted, num_accepted + 1, self.lengths, columns)
             head_finite = self.draft_logits.amax(-1).isfinite()
+        elif self.head:  # nothing was drafted: keep the slot for later
+            rows = torch.arange(self.max_batch, device=self.device)
+            self.late_features[rows, self.late], self.late_tokens[rows, self.late] = features[:, 0], emitted[:, 0]
+            self.late, self.late_rounds = self.late + self.active, self.late_rounds + 1
         self.lengths = self.lengths + (num_accepted + 1) * self.active
+        if self.head and self.late_rounds == self.block:
+            self._catch_up(columns)
         self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
         watch.mark()
         told = torch.stack([num_accepted, finite, head_finite], dim=1)
         told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
         draft, verify, extend = watch.laps()
-        begun, events = time.perf_counter(), []
+        begun, events, running = time.perf_counter(), [], [slot for slot, request in enumerate(self.slots) if request]
         for slot, request in enumerate(list(self.slots)):
             if request is None:
                 continue
@@ -1504,12 +1587,18 @@ class Engine:
             if not head_is_finite:
                 warnings.warn("the draft head's hidden states are not finite: its guesses are noise (the text is right all the same)")
             new = self._emit(request, tokens[:accepted + 1])
-            if len(new) == accepted + 1 or request.finish_reason == "stop":
+            if shape is None and self.head:
+                request.plain_steps += 1
+            elif len(new) == accepted + 1 or request.finish_reason == "stop":
                 request.stats.add(len(new), min(accepted, len(new)))
             events.append((request, new))
         host = (time.perf_counter() - begun) * 1000
-        for name, ms in zip(self.times, (draft + extend, verify, host, draft + verify + extend + host)):
-            self.times[name].append(ms)
+        total = draft + verify + extend + host
+        if shape or not self.head:
+            for name, ms in zip(self.times, (draft + extend, verify, host, total)):
+                self.times[name].append(ms)
+        if self.controller:
+            self.controller.record(shape, total, 1 + sum(told[slot][0] for slot in running) / len(running))
         return events
 
 

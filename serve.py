@@ -5,7 +5,7 @@
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
 
-A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`. Decoding is greedy (temperature 0).
+A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
 import argparse
 import json
@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 import eagle3
-from eagle3 import Engine, FeatureLayout, SpecConfig, SpecStats
+from eagle3 import Engine, FeatureLayout, Sampling, SpecConfig, SpecStats
 
 DEMO = Path("runs/demo")
 TIE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}  # logit gap under which two greedy texts may part by rounding
@@ -41,11 +41,19 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
     add("--max-batch", type=int, default=1, help="prompts decoded at once in --bench")
-    # speculation: all three, or none of them
-    add("--num-steps", type=int, help="consecutive guesses per round (default 4)")
-    add("--draft-topk", type=int, help="guesses per node; 1 drafts a chain (default 1)")
-    add("--num-draft-tokens", type=int, help="nodes verified per round, the root included (default 5)")
+    # speculation: --spec, or all three of the others
+    add("--spec", choices=["auto", "none"], help="auto: measure, and draft as much as pays, or not at all (the default); none: never draft")
+    add("--num-steps", type=int, help="consecutive guesses per round")
+    add("--draft-topk", type=int, help="guesses per node; 1 drafts a chain")
+    add("--num-draft-tokens", type=int, help="nodes verified per round, the root included")
+    # sampling; the same seed gives the same text with and without a head
+    add("--temperature", type=float, default=0.0, help="0 = the most likely token")
+    add("--top-k", type=int, default=0, help="sample from the k most likely (0 = all)")
+    add("--top-p", type=float, default=1.0, help="sample from the most likely that together reach p (1 = all)")
+    add("--min-p", type=float, default=0.0, help="sample from those at least min-p times as likely as the most likely (0 = all)")
+    add("--seed", type=int, default=0, help="of the sampling noise")
     # machine
+    add("--no-compile", action="store_true", help="--bench without torch.compile (one-off answers are never compiled: it would cost more than it saves)")
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
@@ -57,15 +65,16 @@ def parse_args(argv=None) -> argparse.Namespace:
     if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
     eagle3.torch_device(args.device)
+    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     return args
 
 
-def resolve_spec(args) -> SpecConfig:
+def resolve_spec(args) -> SpecConfig | tuple[SpecConfig, ...] | None:
     given = (args.num_steps, args.draft_topk, args.num_draft_tokens)
     if all(x is None for x in given):
-        return SpecConfig(num_steps=4, topk=1, num_draft_tokens=5)
-    if any(x is None for x in given):
-        raise ValueError("--num-steps, --draft-topk and --num-draft-tokens go together: give all three, or none (4, 1, 5)")
+        return None if args.spec == "none" else eagle3.AUTO_SHAPES
+    if args.spec or any(x is None for x in given):
+        raise ValueError("--num-steps, --draft-topk and --num-draft-tokens go together, without --spec: give all three, or --spec auto|none")
     return SpecConfig(*given)
 
 
@@ -85,9 +94,10 @@ def load(args):
         stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
     target = eagle3.load_target(args.target, args.dtype, args.device)
     args.dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    head = eagle3.load_draft(args.draft, target, stated) if args.draft else None
+    head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
     print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}")
-    print(f"draft head {args.draft}: features {head.config.layout}; {spec}" if head else "no draft head: plain decoding")
+    shown = "no draft, or whichever pays most of: " + "; ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec)
+    print(f"draft head {args.draft}: features {head.config.layout}; {shown}" if head else "plain decoding")
     return target, head, spec if head else None
 
 
@@ -105,7 +115,7 @@ def answer(args) -> dict:
             print("the target has no chat template: the prompt goes in as it is")
         prompt, stream = eagle3.encode_prompt({"prompt": args.prompt}, tokenizer, args.raw), eagle3.TextStream(tokenizer)
     engine = Engine(target, head, spec, max_length=len(prompt) + args.max_new_tokens)
-    request = engine.submit(prompt, args.max_new_tokens)
+    request = engine.submit(prompt, args.max_new_tokens, sampling=args.sampling)
     begun = time.perf_counter()
     while engine.busy:
         for _, tokens in engine.step():
@@ -145,9 +155,9 @@ def bench_prompts(args, config: eagle3.TargetConfig) -> list[list[int]]:
     return prompts
 
 
-def timed(engine: Engine, prompts: list[list[int]], max_new_tokens: int):
+def timed(engine: Engine, prompts: list[list[int]], args):
     begun = time.perf_counter()
-    requests = eagle3.run_requests(engine, prompts, max_new_tokens)
+    requests = eagle3.run_requests(engine, prompts, args.max_new_tokens, sampling=args.sampling)
     return requests, time.perf_counter() - begun
 
 
@@ -155,27 +165,31 @@ def bench(args) -> dict:
     """Each batch of prompts plainly and speculatively, in turns (A B, B A, ...), and whether the texts are the same."""
     target, head, spec = load(args)
     if head is None:
-        raise ValueError("--bench compares with and without a head: give --draft")
+        raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = bench_prompts(args, target.config)
     longest = max(map(len, prompts)) + args.max_new_tokens
     engines = {"plain": Engine(target, max_batch=args.max_batch, max_length=longest),
                "spec": Engine(target, head, spec, max_batch=args.max_batch, max_length=longest)}
-    for engine in engines.values():  # warm-up, not timed
-        eagle3.run_requests(engine, prompts[:args.max_batch], min(8, args.max_new_tokens))
+    for engine in engines.values() if args.no_compile else tqdm(engines.values(), desc="compiling", unit="engine"):  # warm-up, not timed
+        if not args.no_compile:
+            engine.compile()
+        eagle3.run_requests(engine, prompts[:args.max_batch], min(8, args.max_new_tokens), sampling=args.sampling)
         engine.times = {name: [] for name in engine.times}
     seconds, tokens = {"plain": 0.0, "spec": 0.0}, {"plain": 0, "spec": 0}
-    stats, ratios, identical, ties = SpecStats(), [], 0, 0
+    stats, ratios, identical, ties, plain_steps = SpecStats(), [], 0, 0, 0
+    shapes = spec if isinstance(spec, tuple) else (spec,)
+    ceiling, depth = max(shape.ceiling for shape in shapes), max(shape.num_steps for shape in shapes)
     for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
         batch, results, took = prompts[start:start + args.max_batch], {}, {}
         for name in ("plain", "spec") if start // args.max_batch % 2 == 0 else ("spec", "plain"):
-            results[name], took[name] = timed(engines[name], batch, args.max_new_tokens)
+            results[name], took[name] = timed(engines[name], batch, args)
             seconds[name] += took[name]
             tokens[name] += sum(len(request.output) for request in results[name])
         rate = {name: sum(len(r.output) for r in results[name]) / took[name] for name in results}
         ratios.append(rate["spec"] / rate["plain"])
         for prompt, plain, fast in zip(batch, results["plain"], results["spec"]):
-            stats = stats + fast.stats
-            parted = eagle3.first_divergence(target, prompt, plain.output, fast.output)
+            stats, plain_steps = stats + fast.stats, plain_steps + fast.plain_steps
+            parted = eagle3.first_divergence(target, prompt, plain.output, fast.output, args.sampling)
             identical += parted is None
             if parted is not None:
                 ties += parted[1] < TIE[args.dtype]
@@ -187,17 +201,19 @@ def bench(args) -> dict:
     rate = {name: tokens[name] / seconds[name] for name in seconds}
     break_even, acceptance = (times["round"] / ms_plain if ms_plain and times["round"] else None), stats.acceptance_length
     if acceptance and break_even:
-        print(f"acceptance length {acceptance:.2f} of at most {spec.ceiling}; break-even {break_even:.2f}"
-              + ("" if acceptance > break_even else ": cannot pay"))
+        print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}"
+              + ("" if acceptance > break_even else ": cannot pay")
+              + (f"; drafted in {stats.rounds} of {stats.rounds + plain_steps} rounds" if isinstance(spec, tuple) else ""))
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
           f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included")
     return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
-            "temperature": 0, "seed": None, "spec": [spec.num_steps, spec.topk, spec.num_draft_tokens],
+            "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None, 
+            "spec": "auto" if isinstance(spec, tuple) else [spec.num_steps, spec.topk, spec.num_draft_tokens],
             "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1),
             "speedup": rounded(rate["spec"] / rate["plain"]),
             "expected_speedup": rounded(acceptance / break_even if acceptance and break_even else None),
             "acceptance_length": rounded(acceptance),
-            "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(spec.num_steps)], "ceiling": spec.ceiling,
+            "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling,
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
             "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
             "replay": None, "peer_tok_s": None, "torch": torch.__version__, "threads": torch.get_num_threads()}

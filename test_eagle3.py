@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -736,7 +737,7 @@ def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(targe
     with torch.no_grad():
         for slot in range(2):
             engine._prefill(slot, engine.waiting.popleft())
-        tree = engine._draft(engine.columns[:12 + engine.margin])
+        tree = engine._draft(spec, engine.columns[:12 + engine.margin])
     for b, prompt in enumerate(prompts):
         tokens = torch.tensor([prompt])
         features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
@@ -934,6 +935,85 @@ def test_a_request_that_fills_max_length_ends_while_another_goes_on(target, monk
     while engine.busy:
         engine.step()
     assert [r.output for r in requests] == [texts[0][:2], texts[1][:29]]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4)], ids=["greedy", "sampled"])
+def test_any_sequence_of_shapes_gives_the_same_text_and_the_head_catches_up_with_plain_steps(target, trained_head, sampling):
+    """Requests of different lengths join and leave while rounds draft a chain, a tree or nothing, in random order and in long plain runs."""
+    prompts, order = random_prompts([5, 9, 13, 7, 30, 2]), torch.Generator().manual_seed(4)
+    expected = [r.output for r in generate(target, prompts, 60, (), sampling)]
+    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=3, max_length=100)
+    requests = [engine.submit(prompt, 60, (), sampling) for prompt in prompts]
+    rounds = 0
+    while engine.busy:
+        shape = (None, CHAIN, TREE)[int(torch.randint(0, 3, (1,), generator=order))] if rounds % 60 < 25 else None
+        engine.step(shape)
+        rounds += 1
+        if rounds in (12, 41, 77):  # in the middle of short and of long plain runs
+            engine._catch_up(engine._columns())
+            for slot, request in enumerate(engine.slots):
+                if request:
+                    tokens = request.prompt + request.output
+                    fresh = Engine(target, trained_head, CHAIN, max_length=100)
+                    fresh.submit(tokens[:-1], 1, (), sampling)
+                    fresh.step()
+                    assert_close("head KV", engine.draft_cache.keys[0][slot, :, :len(tokens) - 1], fresh.draft_cache.keys[0][0, :, :len(tokens) - 1], 1e-11)
+                    assert_close("head logits", engine.draft_logits[slot], fresh.draft_logits[0], 1e-9)
+    assert [r.output for r in requests] == expected and rounds > 77
+    assert all(r.plain_steps and r.stats.rounds for r in requests)
+
+
+def test_the_controller_takes_what_pays_and_hardly_ever_drafts_when_nothing_does():
+    """Against scripted costs: a round of the chain takes 1.3 plain steps, of the tree 1.8."""
+    cost, length = {None: 10.0, CHAIN: 13.0, TREE: 18.0}, {None: 1.0, CHAIN: 1.0, TREE: 1.0}
+    controller = eagle3.Controller((CHAIN, TREE))
+
+    def run(rounds):
+        chosen = []
+        for _ in range(rounds):
+            chosen.append(controller.choose())
+            controller.record(chosen[-1], cost[chosen[-1]], length[chosen[-1]])
+        return Counter(chosen)
+
+    chosen = run(1000)  # nothing is ever accepted
+    extra = sum((cost[shape] - 10) * count for shape, count in chosen.items()) / 10000
+    assert chosen[None] > 980 and extra < 0.008, f"{chosen}: {100 * extra:.1f} % lost"
+    length.update({CHAIN: 1.6, TREE: 1.7})  # the chain begins to pay: 1.6 / 13 > 1 / 10 > 1.7 / 18
+    run(8000)
+    assert run(1000)[CHAIN] > 900
+    length.update({TREE: 3.5, CHAIN: 1.1})
+    run(8000)
+    assert run(1000)[TREE] > 900
+    length.update({TREE: 1.0, CHAIN: 1.0})
+    assert run(1000)[None] > 900
+
+
+def test_a_random_head_under_auto_costs_a_few_forwards_per_hundred_tokens(target):
+    engine = Engine(target, random_head(target, draft_ids=torch.tensor([3, 4, 5])), eagle3.AUTO_SHAPES, max_length=400)
+    engine.controller.record = lambda shape, ms, tokens, record=engine.controller.record: record(shape, 10.0 if shape is None else 16.0, tokens)
+    calls = Counter()
+    for name in ("_run_head", "_run_extend"):
+        setattr(engine, name, lambda *args, name=name, run=getattr(engine, name): (calls.update([name]), run(*args))[1])
+    request, = eagle3.run_requests(engine, random_prompts([5]), 390, ())
+    assert sum(calls.values()) < 390 * 0.16, calls  # 24 of these are catching up in blocks, 1 pass for 16 tokens
+    assert request.stats.rounds < 12 and request.plain_steps > 370
+
+
+def test_compiled_decoding_gives_the_eager_text_and_compiles_nothing_after_warm_up():
+    """Chain and none under one engine, greedy, sampled and truncated, at lengths that warm-up never saw; fp64, so strictly equal."""
+    target = random_target(num_layers=3)
+    head = random_head(target, boundaries=(0, 1, 2))
+    prompts = random_prompts([3, 40, 20, 7])
+    engine = Engine(target, head, (SpecConfig(2, 2, 4),), max_batch=2, max_length=128).compile()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for sampling in (Sampling(), Sampling(0.8, seed=1), Sampling(1.2, top_k=9, top_p=0.9, seed=2)):
+        requests = [engine.submit(prompt, 50, (), sampling) for prompt in prompts]
+        rounds = 0
+        while engine.busy:
+            engine.step(engine.shapes[0] if rounds % 30 < 9 else None)
+            rounds += 1
+        assert [r.output for r in requests] == [r.output for r in generate(target, prompts, 50, (), sampling)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "something was compiled while requests waited"
 
 
 def test_what_an_engine_cannot_serve_is_refused_before_any_work(target):
@@ -1283,7 +1363,7 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
     summary = json.loads(result.stdout.splitlines()[-1])
     assert summary["new_tokens"] == len(expected) and summary["acceptance_length"] >= 1.0 and "cat([embed, h.3, h.5])" in result.stdout
     for batch, spec in ((1, (4, 1, 5)), (3, (3, 2, 8))):
-        flags = ("--num-steps", spec[0], "--draft-topk", spec[1], "--num-draft-tokens", spec[2])
+        flags = ("--no-compile", "--num-steps", spec[0], "--draft-topk", spec[1], "--num-draft-tokens", spec[2])
         bench = run_script("serve.py", *pair, "--bench", project / "prompts.jsonl", "--max-new-tokens", 16, "--max-batch", batch, *flags)
         summary = json.loads(bench.stdout.splitlines()[-1])
         assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup expected_speedup "
@@ -1291,6 +1371,9 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
                                    "replay peer_tok_s torch threads".split())
         assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
         assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1
+    sampled = ("--bench", project / "prompts.jsonl", "--max-new-tokens", 24, "--no-compile", "--temperature", 0.8, "--top-p", 0.9, "--seed", 3)
+    summary = json.loads(run_script("serve.py", *pair, *sampled).stdout.splitlines()[-1])
+    assert summary["spec"] == "auto" and summary["identical"] + summary["ties"] == 5 and (summary["temperature"], summary["seed"]) == (0.8, 3)
     wrong = run_script("serve.py", *pair, "--prompt-ids", "5", "--layers", "2,4,5", check=2)
     assert "cat([embed, h.3, h.5])" in wrong.stderr and "cat([h.2, h.4, h.5])" in wrong.stderr and len(wrong.stderr.strip().splitlines()) == 1
 
