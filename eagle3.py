@@ -1256,7 +1256,7 @@ class Controller:
     changes nothing, and again at once when a probe did better than the best: a head that never pays costs next to nothing, and one that
     begins to pay is found.
     """
-    tries, shortest, longest, memory = 3, 32, 256, 16
+    tries, shortest, longest, memory = 5, 32, 256, 16
 
     def __init__(self, shapes: tuple[SpecConfig, ...]):
         self.shapes = (None, *shapes)
@@ -1345,7 +1345,7 @@ class Engine:
         if max_length > config.max_position_embeddings:
             raise ValueError(f"max_length must be within the target's context of {config.max_position_embeddings} tokens: got {max_length}")
         self.target, self.head, self.shapes = target, head, shapes
-        self.controller = Controller(shapes) if isinstance(spec, tuple) else None
+        self.controller, self.is_compiled = Controller(shapes) if isinstance(spec, tuple) else None, False
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device
         # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
@@ -1434,7 +1434,8 @@ class Engine:
         if self.device.type == "cuda":
             reach = min(-(-reach // 256) * 256, len(self.columns))
         columns = self.columns[:reach]
-        torch._dynamo.mark_dynamic(columns, 0)
+        if self.is_compiled:
+            torch._dynamo.mark_dynamic(columns, 0)
         return columns
 
     @torch.no_grad()
@@ -1465,6 +1466,7 @@ class Engine:
         else:
             graphed = partial(torch.compile, fullgraph=True, mode="reduce-overhead")
             compiled = lambda f: (lambda *args, run=graphed(f): tuple(x.clone() for x in run(*args)))
+        self.is_compiled = True
         self._run_target = compiled(self._run_target)
         if self.head:
             self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
@@ -1474,6 +1476,7 @@ class Engine:
             self.step(shape)
             self.cancel(next(request for request in self.slots if request))
         self.times = {name: [] for name in self.times}
+        self.controller = Controller(self.shapes) if self.controller else None  # forget the compiler's seconds
         return self
 
     # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
@@ -1545,6 +1548,10 @@ class Engine:
         step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, self.lengths, columns, block, offset)
         return grow_tree(step, self.target_ids, self.root, self.hidden, self.draft_logits, self.lengths, shape, self.sampling)
 
+    def _choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The target's tokens [B,N] at these positions (of the tokens chosen)."""
+        return token_scores(logits, positions, self.sampling).argmax(-1)
+
     def _round(self, shape: SpecConfig | None) -> list[tuple[Request, list[int]]]:
         """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
         watch, columns = Stopwatch(self.device), self._columns()
@@ -1554,7 +1561,7 @@ class Engine:
         mask = ancestor_mask(tree.parents)
         positions = self.lengths[:, None] + mask.sum(-1) - 1
         logits, features = self._run_target(tree.tokens, positions, self.lengths, columns, mask)
-        target_tokens = token_scores(logits, positions + 1, self.sampling).argmax(-1)
+        target_tokens = self._choose(logits, positions + 1)
         path, num_accepted = accept(tree, target_tokens, shape.num_steps if shape else 0)
         emitted = target_tokens.gather(1, path)  # [B,P]: the accepted guesses, then the bonus token
         if shape and shape.topk > 1:  # a chain's path lies dense already

@@ -41,6 +41,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
     add("--max-batch", type=int, default=1, help="prompts decoded at once in --bench")
+    add("--replay", type=float, metavar="AL", help="--bench the engine itself: the head runs, but its guesses are replaced by the recorded plain "
+        "text, spoilt at random so that about AL tokens a round are accepted")
+    add("--peer", choices=["transformers"], help="--bench also times transformers' generate, in turns with the others")
     # speculation: --spec, or all three of the others
     add("--spec", choices=["auto", "none"], help="auto: measure, and draft as much as pays, or not at all (the default); none: never draft")
     add("--num-steps", type=int, help="consecutive guesses per round")
@@ -64,6 +67,10 @@ def parse_args(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
     if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
+    if (args.replay is not None or args.peer) and not args.bench:
+        raise ValueError("--replay and --peer belong to --bench")
+    if args.replay is not None and args.replay < 1:
+        raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
     eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     return args
@@ -155,6 +162,64 @@ def bench_prompts(args, config: eagle3.TargetConfig) -> list[list[int]]:
     return prompts
 
 
+class ReplayEngine(Engine):
+    """Measures the engine, whatever the head knows: the head and the target run in full, but what they choose is the recorded text, with
+    each guess spoilt at random so that a round emits about `acceptance_length` tokens."""
+
+    def __init__(self, *args, acceptance_length: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        guesses = max(shape.ceiling for shape in self.shapes) - 1
+        if acceptance_length > guesses + 1:
+            raise ValueError(f"--replay {acceptance_length} is more than a perfect head reaches: {guesses + 1}")
+        low, high = 0.0, 1.0  # a guess is right with probability p: 1 + p + ... + p^guesses tokens a round
+        for _ in range(50):
+            p = (low + high) / 2
+            low, high = (p, high) if sum(p**i for i in range(guesses + 1)) < acceptance_length else (low, p)
+        self.probability, self.generator, self.texts = high, torch.Generator().manual_seed(0), None
+
+    def record(self, texts: list[list[int]]) -> None:
+        """Prompt and plain output of each slot's next request."""
+        width = self.max_length + self.margin + 1
+        texts = texts + [[0]] * (self.max_batch - len(texts))
+        self.texts = torch.tensor([(text + [0] * width)[:width] for text in texts], device=self.device)
+
+    def _draft(self, shape, columns):
+        tree = super()._draft(shape, columns)
+        if shape is None or self.texts is None:
+            return tree
+        mask = eagle3.ancestor_mask(tree.parents)
+        depth = mask.sum(-1) - 1
+        recorded = self.texts.gather(1, self.lengths[:, None] + depth)
+        rows = torch.arange(len(depth), device=self.device)
+        on_path = mask[rows, depth.argmax(1)]  # the ancestors of a deepest node
+        right = (torch.rand(depth.shape, generator=self.generator) < self.probability).to(self.device) & on_path
+        tokens = torch.where(right, recorded, (recorded + 1) % self.target.config.vocab_size)
+        return tree._replace(tokens=torch.where(depth == 0, tree.tokens, tokens))
+
+    def _choose(self, logits, positions):
+        chosen = super()._choose(logits, positions)
+        return chosen if self.texts is None else self.texts.gather(1, positions)
+
+
+class Peer:
+    """transformers' own generate on the same weights."""
+
+    def __init__(self, args):
+        transformers = eagle3.require_package("transformers")
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(args.target, dtype=eagle3.torch_dtype(args.dtype)).to(args.device).eval()
+        self.args = args
+
+    @torch.no_grad()
+    def seconds(self, prompts: list[list[int]]) -> tuple[float, int]:
+        """One prompt after the other, greedily; returns the time and the new tokens."""
+        begun, new = time.perf_counter(), 0
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=self.args.device)
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.args.max_new_tokens, do_sample=False)
+            new += out.shape[1] - len(prompt)
+        return time.perf_counter() - begun, new
+
+
 def timed(engine: Engine, prompts: list[list[int]], args):
     begun = time.perf_counter()
     requests = eagle3.run_requests(engine, prompts, args.max_new_tokens, sampling=args.sampling)
@@ -168,23 +233,33 @@ def bench(args) -> dict:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = bench_prompts(args, target.config)
     longest = max(map(len, prompts)) + args.max_new_tokens
+    kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
     engines = {"plain": Engine(target, max_batch=args.max_batch, max_length=longest),
-               "spec": Engine(target, head, spec, max_batch=args.max_batch, max_length=longest)}
+               "spec": kind(target, head, spec, max_batch=args.max_batch, max_length=longest)}
+    peer = Peer(args) if args.peer else None
+    if peer:
+        peer.seconds(prompts[:1])
     for engine in engines.values() if args.no_compile else tqdm(engines.values(), desc="compiling", unit="engine"):  # warm-up, not timed
         if not args.no_compile:
             engine.compile()
         eagle3.run_requests(engine, prompts[:args.max_batch], min(8, args.max_new_tokens), sampling=args.sampling)
         engine.times = {name: [] for name in engine.times}
-    seconds, tokens = {"plain": 0.0, "spec": 0.0}, {"plain": 0, "spec": 0}
+    seconds, tokens = {"plain": 0.0, "spec": 0.0, "peer": 0.0}, {"plain": 0, "spec": 0, "peer": 0}
     stats, ratios, identical, ties, plain_steps = SpecStats(), [], 0, 0, 0
     shapes = spec if isinstance(spec, tuple) else (spec,)
     ceiling, depth = max(shape.ceiling for shape in shapes), max(shape.num_steps for shape in shapes)
     for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
         batch, results, took = prompts[start:start + args.max_batch], {}, {}
-        for name in ("plain", "spec") if start // args.max_batch % 2 == 0 else ("spec", "plain"):
+        order = ("plain", "spec") if args.replay is not None or start // args.max_batch % 2 == 0 else ("spec", "plain")
+        for name in order:
+            if args.replay is not None and name == "spec":
+                engines["spec"].record([prompt + request.output for prompt, request in zip(batch, results["plain"])])
             results[name], took[name] = timed(engines[name], batch, args)
             seconds[name] += took[name]
             tokens[name] += sum(len(request.output) for request in results[name])
+        if peer:
+            took["peer"], new = peer.seconds(batch)
+            seconds["peer"], tokens["peer"] = seconds["peer"] + took["peer"], tokens["peer"] + new
         rate = {name: sum(len(r.output) for r in results[name]) / took[name] for name in results}
         ratios.append(rate["spec"] / rate["plain"])
         for prompt, plain, fast in zip(batch, results["plain"], results["spec"]):
@@ -198,16 +273,20 @@ def bench(args) -> dict:
     middle = lambda values: median(values) if values else None  # no round at all where every answer is one token
     ms_plain = middle(engines["plain"].times["round"])
     times = {name: middle(values) for name, values in engines["spec"].times.items()}
-    rate = {name: tokens[name] / seconds[name] for name in seconds}
+    rate = {name: tokens[name] / seconds[name] for name in seconds if seconds[name]}
+    if args.replay is not None:
+        print("REPLAY: the guesses are the recorded text, spoilt at random; this measures the engine, not the head, and not exactness")
+        identical = ties = None
     break_even, acceptance = (times["round"] / ms_plain if ms_plain and times["round"] else None), stats.acceptance_length
     if acceptance and break_even:
         print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}"
               + ("" if acceptance > break_even else ": cannot pay")
               + (f"; drafted in {stats.rounds} of {stats.rounds + plain_steps} rounds" if isinstance(spec, tuple) else ""))
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
-          f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included")
+          f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included"
+          + (f"; transformers {rate['peer']:.1f} tok/s" if peer else ""))
     return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
-            "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None, 
+            "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None,
             "spec": "auto" if isinstance(spec, tuple) else [spec.num_steps, spec.topk, spec.num_draft_tokens],
             "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1),
             "speedup": rounded(rate["spec"] / rate["plain"]),
@@ -216,7 +295,7 @@ def bench(args) -> dict:
             "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling,
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
             "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
-            "replay": None, "peer_tok_s": None, "torch": torch.__version__, "threads": torch.get_num_threads()}
+            "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 def main() -> None:

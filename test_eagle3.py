@@ -2,7 +2,7 @@
 """The specification of eagle3.py, in its own section order, with oracles instead of recorded outputs.
 
     pip install -r requirements.txt pytest transformers tokenizers jinja2
-    python -m pytest -q test_eagle3.py          about 3 minutes on two cores, nothing downloaded
+    python -m pytest -q test_eagle3.py          about 5 minutes on two cores, nothing downloaded
 
 EAGLE3_SMOLLM2=DIR also compares with transformers on SmolLM2-135M-Instruct, and EAGLE3_MTBENCH=FILE.jsonl names its prompts.
 """
@@ -996,7 +996,7 @@ def test_a_random_head_under_auto_costs_a_few_forwards_per_hundred_tokens(target
         setattr(engine, name, lambda *args, name=name, run=getattr(engine, name): (calls.update([name]), run(*args))[1])
     request, = eagle3.run_requests(engine, random_prompts([5]), 390, ())
     assert sum(calls.values()) < 390 * 0.16, calls  # 24 of these are catching up in blocks, 1 pass for 16 tokens
-    assert request.stats.rounds < 12 and request.plain_steps > 370
+    assert request.stats.rounds < 16 and request.plain_steps > 370  # 10 to begin with, then a probe at ever longer intervals
 
 
 def test_compiled_decoding_gives_the_eager_text_and_compiles_nothing_after_warm_up():
@@ -1371,6 +1371,10 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
                                    "replay peer_tok_s torch threads".split())
         assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
         assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1
+    replay = ("--bench", project / "prompts.jsonl", "--max-new-tokens", 60, "--no-compile", "--replay", 3, "--peer", "transformers")
+    result = run_script("serve.py", *pair, *replay, "--num-steps", 4, "--draft-topk", 2, "--num-draft-tokens", 8)
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert 2.3 < summary["acceptance_length"] < 3.7 and "REPLAY" in result.stdout and summary["identical"] is None and summary["peer_tok_s"] > 0
     sampled = ("--bench", project / "prompts.jsonl", "--max-new-tokens", 24, "--no-compile", "--temperature", 0.8, "--top-p", 0.9, "--seed", 3)
     summary = json.loads(run_script("serve.py", *pair, *sampled).stdout.splitlines()[-1])
     assert summary["spec"] == "auto" and summary["identical"] + summary["ties"] == 5 and (summary["temperature"], summary["seed"]) == (0.8, 3)
