@@ -1256,7 +1256,7 @@ class Controller:
     changes nothing, and again at once when a probe did better than the best: a head that never pays costs next to nothing, and one that
     begins to pay is found.
     """
-    tries, shortest, longest, memory = 5, 32, 256, 16
+    tries, shortest, longest, memory = 3, 32, 256, 16
 
     def __init__(self, shapes: tuple[SpecConfig, ...]):
         self.shapes = (None, *shapes)
