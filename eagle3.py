@@ -1087,7 +1087,7 @@ def token_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling) -> 
 # -----------------------------------------------------------------------------
 # 9. Draft tree
 # The guesses of one round. A chain is the tree with topk 1. `parents` is the only representation: depths, mask and paths follow from it,
-# on the device. Needs: 2, 3, 6, 8.
+# on the device. Needs: 2, 3, 8.
 
 
 class DraftTree(NamedTuple):
@@ -1172,7 +1172,7 @@ def grow_tree(step, target_ids: Tensor, root: Tensor, hidden: Tensor, logits: Te
 # -----------------------------------------------------------------------------
 # 10. Verification
 # A guess is right if it is the token that the target chooses at its parent. Nothing else decides, so the text is the target's own,
-# whatever the draft. Needs: 8, 9.
+# whatever the draft. Needs: 9.
 
 
 class Accepted(NamedTuple):
@@ -1201,7 +1201,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
 # -----------------------------------------------------------------------------
 # 11. Engine
 # Several requests at once over fixed slots, each with its own length. A round is the same with and without a head: without one the tree is
-# just its root, and verification is a plain step. Needs: 3, 4, 6, 8, 9.
+# just its root, and verification is a plain step. Needs: 2-4, 6, 8-10.
 
 
 class Stopwatch:
@@ -1642,7 +1642,7 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
 
 # -----------------------------------------------------------------------------
 # 12. Checkpoints
-# Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1-6.
+# Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1, 2, 4, 6.
 
 
 def read_json(path: Path) -> dict:
@@ -1896,7 +1896,7 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
 # -----------------------------------------------------------------------------
 # 13. Text
 # Token ids are first-class everywhere above. Text needs a tokenizer: the well-kept libraries, imported where used, or plain bytes (the
-# demo's target). Needs nothing.
+# demo's target). Needs: 12.
 
 
 def require_package(name: str):
@@ -1991,7 +1991,7 @@ class TextStream:
 
 # -----------------------------------------------------------------------------
 # 14. Training rows
-# A row is token ids and a mask of the tokens that the target is to have written. Four common formats become rows here. Needs: 12.
+# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 7, 13.
 
 
 @dataclass
