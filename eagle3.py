@@ -49,12 +49,14 @@ Contents
     12. Checkpoints
     13. Text
     14. Training rows
+    15. Scripts
 """
 import hashlib
 import json
 import math
 import os
 import random
+import sys
 import time
 import warnings
 from collections import Counter, deque
@@ -1271,26 +1273,34 @@ class Controller:
         """Expected tokens per row and ms."""
         return sum(self.tokens[shape]) / len(self.tokens[shape]) / self.median_ms(shape)
 
+    def untried(self) -> list[SpecConfig | None]:
+        return [shape for shape in self.shapes if len(self.ms[shape]) < self.tries]
+
+    def best(self) -> SpecConfig | None:
+        return max(self.shapes, key=self.rate)
+
     def choose(self) -> SpecConfig | None:
-        untried = [shape for shape in self.shapes if len(self.ms[shape]) < self.tries]
-        best = None if untried else max(self.shapes, key=self.rate)
-        if untried or self.since_probe < self.interval:
-            return untried[0] if untried else best
+        untried = self.untried()
+        if untried:
+            return untried[0]
+        best = self.best()
+        if self.since_probe < self.interval:
+            return best
         others = [shape for shape in self.shapes if shape != best]
         return others[self.turn % len(others)]
 
     def record(self, shape: SpecConfig | None, ms: float, tokens: float) -> None:
         """One round of `shape` took ms and emitted `tokens` a row."""
-        untried = min(map(len, self.ms.values())) < self.tries
-        best = None if untried else max(self.shapes, key=self.rate)
+        is_probe = not self.untried() and shape != self.best()
+        to_beat = self.rate(self.best()) if is_probe else 0.0
         self.ms[shape].append(ms)
         self.tokens[shape].append(tokens)
         self.since_probe += 1
-        if untried or shape == best:
+        if not is_probe:
             return
-        if tokens / self.median_ms(shape) <= self.rate(best):
+        if tokens / self.median_ms(shape) <= to_beat:
             self.since_probe, self.interval, self.turn = 0, min(2 * self.interval, self.longest), self.turn + 1
-        elif max(self.shapes, key=self.rate) == shape:
+        elif self.best() == shape:
             self.since_probe, self.interval = 0, self.shortest
 
 
@@ -1350,7 +1360,7 @@ class Engine:
         self.device = weight.device
         # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
         self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
-                          + [self.block] * (self.controller is not None))
+                          + [self.block] * (head is not None))
         columns = max_length + self.margin
         self.cache = KVCache(config.num_layers, max_batch, config.num_kv_heads, columns, config.head_dim, weight.dtype, self.device)
         if head is not None:
@@ -1367,8 +1377,8 @@ class Engine:
         self.root = torch.zeros_like(self.lengths)
         self.active = torch.zeros_like(self.lengths)  # 1 where a request runs: an idle slot computes along, and stands still
         self.columns = torch.arange(columns, device=self.device)
-        self.sampling = BatchSampling.of([Sampling()] * max_batch, self.device)
         self.slots: list[Request | None] = [None] * max_batch
+        self.sampling = BatchSampling.of([Sampling()] * max_batch, self.device)  # of the requests in the slots: see _occupy
         self.waiting: deque[Request] = deque()
         self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms by round (with a head: that drafted)
 
@@ -1402,11 +1412,15 @@ class Engine:
                 self.waiting.remove(request)
             self._finish(request, "cancelled")
 
+    def _occupy(self, slot: int, request: Request | None) -> None:
+        self.slots[slot] = request
+        self.sampling = BatchSampling.of([r.sampling if r else Sampling() for r in self.slots], self.device)
+
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         if request in self.slots:
             slot = self.slots.index(request)
-            self.slots[slot] = None
+            self._occupy(slot, None)
             self.active[slot] = self.lengths[slot] = 0  # an idle slot writes to its first columns, within bounds
             if self.head:
                 self.late[slot] = 0
@@ -1471,10 +1485,8 @@ class Engine:
         if self.head:
             self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
         for shape in (None, *self.shapes) if self.controller or not self.head else self.shapes:
-            self.submit([0, 0], 4 + (shape.ceiling if shape else 0), ())
+            self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
             self.step(shape)
-            self.step(shape)
-            self.cancel(next(request for request in self.slots if request))
         self.times = {name: [] for name in self.times}
         self.controller = Controller(self.shapes) if self.controller else None  # forget the compiler's seconds
         return self
@@ -1506,8 +1518,7 @@ class Engine:
 
     def _prefill(self, slot: int, request: Request) -> list[int]:
         """Run the prompt, in chunks, through target and head, eagerly (every length is another shape); emits the first token."""
-        self.slots[slot] = request
-        self.sampling = BatchSampling.of([r.sampling if r else Sampling() for r in self.slots], self.device)
+        self._occupy(slot, request)
         own = BatchSampling.of([request.sampling], self.device)
         prompt = torch.tensor(request.prompt, device=self.device)[None]  # [1,T]
         row = self.cache.row(slot)
@@ -2157,3 +2168,23 @@ def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     if raw or not tokenizer.has_chat_template:
         return tokenizer.encode("\n".join(message["content"] for message in messages), add_special_tokens=True)
     return tokenizer.encode(tokenizer.chat(messages, True))
+
+
+# -----------------------------------------------------------------------------
+# 15. Scripts
+# What train.py and serve.py share. Needs nothing.
+
+
+def run_script(name: str, run) -> None:
+    """The end of both scripts: print run()'s summary as the last line, one JSON object; a user's mistake as one line, with exit code 2."""
+    try:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("several ranks are not there yet: run with one process")
+        summary = run()
+    except (ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    print(json.dumps(summary))

@@ -8,9 +8,6 @@
 A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
 import argparse
-import json
-import os
-import sys
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -298,18 +295,10 @@ def bench(args) -> dict:
             "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-def main() -> None:
-    try:
-        args = parse_args()
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError("serving on several ranks is not there yet: run with one process")
-        summary = bench(args) if args.bench else answer(args)
-    except (ValueError, OSError) as error:
-        sys.exit(print(f"serve.py: {error}", file=sys.stderr) or 2)
-    except KeyboardInterrupt:
-        sys.exit(print("serve.py: interrupted", file=sys.stderr) or 130)
-    print(json.dumps(summary))
+def main() -> dict:
+    args = parse_args()
+    return bench(args) if args.bench else answer(args)
 
 
 if __name__ == "__main__":
-    main()
+    eagle3.run_script("serve.py", main)

@@ -1016,6 +1016,18 @@ def test_compiled_decoding_gives_the_eager_text_and_compiles_nothing_after_warm_
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "something was compiled while requests waited"
 
 
+@pytest.mark.parametrize("max_length", [2, 3, 64])
+def test_warm_up_runs_every_shape_once_whatever_is_accepted_and_however_short_the_engine(target, trained_head, monkeypatch, max_length):
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # what is compiled does not matter here
+    monkeypatch.setattr(eagle3, "accept", lambda tree, tokens, depth: eagle3.Accepted(torch.arange(depth + 1)[None], torch.tensor([depth])))
+    engine = Engine(target, trained_head, (CHAIN, TREE), max_length=max_length)
+    seen, run = [], engine._round
+    engine._round = lambda shape: (seen.append(shape), run(shape))[1]
+    engine.compile()
+    assert seen == ([None, CHAIN, TREE] if max_length > 2 else []) and not engine.busy  # 1 + 1 tokens never need a round
+    assert engine.controller.untried() == [None, CHAIN, TREE], "warm-up must not count as measurement"
+
+
 def test_what_an_engine_cannot_serve_is_refused_before_any_work(target):
     head = random_head(target)
     with pytest.raises(ValueError, match="or neither"):
@@ -1405,7 +1417,7 @@ def test_rows_that_cannot_be_used_end_the_run_with_their_reasons(project, tmp_pa
 
 def test_the_demo_makes_a_target_trains_a_head_and_serves_it(tmp_path):
     """A shortened demo: the same path with fewer steps."""
-    code = "import sys, train; train.DEMO_STEPS = (12, 4); sys.argv = ['train.py']; train.main()"
+    code = "import sys, train; train.DEMO_STEPS = (12, 4); sys.argv = ['train.py']; import eagle3; eagle3.run_script('train.py', train.main)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(HERE)}, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
     summary = json.loads(result.stdout.splitlines()[-1])

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 import sysconfig
@@ -363,18 +362,14 @@ def demo(args) -> dict:
     return summary
 
 
-def main() -> None:
+def main() -> dict:
+    args = parse_args()
     try:
-        args = parse_args()
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError("training on several ranks is not there yet: run with one process")
-        summary = train(args) if args.target else demo(args)
-    except (ValueError, OSError) as error:
-        sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)
+        return train(args) if args.target else demo(args)
     except KeyboardInterrupt:
-        sys.exit(print("train.py: interrupted (--resume goes on from the last checkpoint in --out)", file=sys.stderr) or 130)
-    print(json.dumps(summary))
+        print("--resume goes on from the last checkpoint in --out", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
-    main()
+    eagle3.run_script("train.py", main)
