@@ -66,7 +66,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -417,12 +416,13 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-PACKED = WeakValueDictionary()  # handle -> weights in the layout of PyTorch's CPU library: compiled code can hold a number, not these
+PACKED: dict[int, Tensor] = {}  # handle -> weights in the layout of PyTorch's CPU library: compiled code can hold a number, not these
+run_packed = torch.ops.mkldnn._linear_pointwise.default._op  # the bare function: a hundred calls a forward feel every Python frame
 
 
 
 def packed_linear(x: Tensor, handle: int, size: int, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, PACKED[handle], bias, "none", [], "")
+    return run_packed(x, PACKED[handle], bias, "none", [], "")
 
 
 torch.library.define("eagle3::packed_linear", "(Tensor x, int handle, int size, Tensor? bias) -> Tensor")
@@ -431,21 +431,25 @@ torch.library.register_fake("eagle3::packed_linear", lambda x, handle, size, bia
 
 
 class Packed:
-    """Several layers' weights [N_i,K], joined into one and packed for the CPU. Raises RuntimeError where PyTorch cannot pack this dtype."""
+    """Several layers' weights [N_i,K], joined into one and packed for the CPU."""
     handles = itertools.count()
 
-    def __init__(self, layers: "list[Linear]"):
-        self.version = self.version_of(layers)
-        self.handle, self.size = next(self.handles), sum(layer.out_features for layer in layers)
-        self.weight = PACKED[self.handle] = torch.ops.mkldnn._reorder_linear_weight(torch.cat([layer.weight for layer in layers]).detach(), None)
-        self.bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).detach()
+    def __init__(self):
+        self.handle, self.version = next(self.handles), None
+
+    def __del__(self):
+        PACKED.pop(self.handle, None)
 
     def __reduce__(self):
         return type(None), ()  # a copy of a module starts unpacked
 
-    @staticmethod
-    def version_of(layers: "list[Linear]") -> list:
-        return [(p.data_ptr(), p._version) for layer in layers for p in layer.parameters()]
+    def update(self, layers: "list[Linear]") -> None:
+        """Pack the weights as they are now, unless that was done already."""
+        version = [(p.data_ptr(), p._version) for layer in layers for p in layer.parameters()]
+        if version != self.version:
+            self.version, self.size = version, sum(layer.out_features for layer in layers)
+            self.bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).detach()
+            PACKED[self.handle] = torch.ops.mkldnn._reorder_linear_weight(torch.cat([layer.weight for layer in layers]).detach(), None)
 
 
 class Linear(nn.Linear):
@@ -476,8 +480,8 @@ def pack(module: nn.Module) -> None:
             weight = layers[0].weight
             if weight.device.type != "cpu" or weight.dtype not in supported or not supported[weight.dtype]():
                 continue
-            if layers[0].packed is None or layers[0].packed.version != Packed.version_of(layers):
-                layers[0].packed = Packed(layers)
+            layers[0].packed = layers[0].packed or Packed()
+            layers[0].packed.update(layers)
 
 
 class Rope(NamedTuple):
@@ -500,22 +504,23 @@ class Rope(NamedTuple):
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
     """Softmax attention with grouped KV heads: q [B,T,H,D], k [B,G,S,D], v [B,G,S,D], visible [B,T,S] bool -> [B,T,H,D].
 
-    visible None means that query t sees keys 0..t (S == T), which a fused kernel does without T x T memory. Otherwise grouped matmul,
-    softmax, matmul: no key is copied per query head. Few tokens compiled for a CPU are written out in products and sums, which the compiler
-    fuses into loops that read keys and values in place: half the time of the matmuls, which copy them, or less.
+    visible None means that query t sees keys 0..t (S == T). The query heads that share a KV head are laid side by side as its queries, so no
+    key is copied. One token compiled for a CPU is written out in products and sums, which the compiler fuses into loops that read keys and
+    values in place: half the time of the library's kernel.
     """
     B, T, H, D = q.shape
     G, S = k.shape[1], k.shape[2]
     if visible is None:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=G != H).transpose(1, 2)
-    q, wide = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D), wide_dtype(q.dtype)
-    in_loops = T <= 5 and q.device.type == "cpu" and torch.compiler.is_compiling()
-    scores = (q[..., None, :].to(wide) * k[:, :, None].to(wide)).sum(-1) if in_loops else (q @ k.transpose(-1, -2)).to(wide)
-    scores = scores.view(B, G, H // G, T, S) * D ** -0.5
-    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1).view(B, G, H // G * T, S)
-    out = (weights[..., None] * v[:, :, None].to(wide)).sum(-2).to(v.dtype) if in_loops else weights.to(v.dtype) @ v
-    out = out.view(B, G, H // G, T, v.shape[-1])
-    return out.permute(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[-1])
+    q = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D)
+    if T == 1 and q.device.type == "cpu" and torch.compiler.is_compiling():
+        wide = wide_dtype(q.dtype)
+        scores = (q[..., None, :].to(wide) * k[:, :, None].to(wide)).sum(-1) * D ** -0.5  # [B,G,H/G,S]
+        weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+        out = (weights[..., None] * v[:, :, None].to(wide)).sum(-2).to(v.dtype)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None].repeat(1, 1, H // G, 1))
+    return out.view(B, G, H // G, T, -1).permute(0, 3, 1, 2, 4).reshape(B, T, H, -1)
 
 
 class RowContext:
@@ -1547,9 +1552,10 @@ class Engine:
         On CUDA the graphs are recorded (not run so far: no GPU was at hand); what outlives a call is cloned, as recording asks.
         """
         torch._dynamo.config.recompile_limit = 64  # beyond the limit the compiler would fall back to eager in silence
-        if self.device.type == "cpu":
-            compiled = partial(torch.compile, fullgraph=True, options={'guard_filter_fn': torch.compiler.skip_guard_on_all_nn_modules_unsafe})
-        else:
+        # Each engine's graphs are its own, and it never changes its modules, so the checks of some hundred modules a call are left out.
+        compiled = partial(torch.compile, fullgraph=True, isolate_recompiles=True,
+                           options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
+        if self.device.type == "cuda":
             graphed = partial(torch.compile, fullgraph=True, mode="reduce-overhead")
             compiled = lambda f: (lambda *args, run=graphed(f): tuple(x.clone() for x in run(*args)))
         self.is_compiled = True
