@@ -49,7 +49,8 @@ Contents
     12. Checkpoints
     13. Text
     14. Training rows
-    15. Scripts
+    15. Stored features
+    16. Scripts
 """
 import hashlib
 import itertools
@@ -60,6 +61,7 @@ import random
 import sys
 import time
 import warnings
+from array import array
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -452,20 +454,20 @@ class Packed:
             PACKED[self.handle] = torch.ops.mkldnn._reorder_linear_weight(torch.cat([layer.weight for layer in layers]).detach(), None)
 
 
+def joined_linear(x: Tensor, *layers: "Linear") -> tuple[Tensor, ...]:
+    """x [...,K] through each layer [...,N_i]: as one product if pack() has joined exactly these, and nothing here is to be trained."""
+    packed, size = layers[0].packed, sum(layer.out_features for layer in layers)
+    if packed is None or packed.size != size or torch.is_grad_enabled() or x.dtype != layers[0].weight.dtype:
+        return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
+    return torch.ops.eagle3.packed_linear(x, packed.handle, packed.size, packed.bias).split([layer.out_features for layer in layers], dim=-1)
+
+
 class Linear(nn.Linear):
     """nn.Linear. pack() may have joined it with the layers next to it that read the same input."""
     packed: Packed | None = None  # on the first of the joined layers
 
     def forward(self, x: Tensor) -> Tensor:
         return joined_linear(x, self)[0]
-
-
-def joined_linear(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """x [...,K] through each layer [...,N_i]: as one product if pack() has joined exactly these, and nothing here is to be trained."""
-    packed, size = layers[0].packed, sum(layer.out_features for layer in layers)
-    if packed is None or packed.size != size or torch.is_grad_enabled() or x.dtype != layers[0].weight.dtype:
-        return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
-    return torch.ops.eagle3.packed_linear(x, packed.handle, packed.size, packed.bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 def pack(module: nn.Module) -> None:
@@ -509,7 +511,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) ->
     values in place: half the time of the library's kernel.
     """
     B, T, H, D = q.shape
-    G, S = k.shape[1], k.shape[2]
+    G = k.shape[1]
     if visible is None:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=G != H).transpose(1, 2)
     q = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D)
@@ -1264,6 +1266,8 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
 
     Emitted are the target's tokens along the path: the accepted guesses, then the bonus token.
     """
+    if max_depth == 0:  # a plain step: only the root
+        return Accepted(torch.zeros_like(target_tokens), torch.zeros_like(target_tokens[:, 0]))
     mask = ancestor_mask(tree.parents)
     agrees = tree.tokens == target_tokens.gather(1, tree.parents)
     agrees[:, 0] = True  # the root was emitted already
@@ -1417,7 +1421,7 @@ class Engine:
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
     to draft, round by round. Raises ValueError for a head without a spec, or attached to another target.
     """
-    block = 16  # slots that the head catches up with at once after plain steps
+    block = 32  # slots that the head catches up with at once after plain steps
 
     def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | tuple[SpecConfig, ...] | None = None,
                  max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512):
@@ -2249,15 +2253,159 @@ def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
 
 
 # -----------------------------------------------------------------------------
-# 15. Scripts
+# 15. Stored features
+# Hidden states on disk, for training without the target: one file a row, one tensor a boundary, by name; the layout and the target stand in
+# the manifest and in every file. A row that exists is whole, so an interrupted extraction goes on with what is missing, and several
+# processes share the rows without talking. Needs: 1, 4, 12, 14.
+
+
+class StoredRow(NamedTuple):
+    tokens: Tensor               # [T] int64
+    loss_mask: Tensor            # [T] bool
+    hidden: dict[str, Tensor]    # "h.2" -> [T,C], unshifted; nothing for a row that was skipped
+    skipped: str | None = None   # why
+
+
+def held_out_count(num_rows: int) -> int:
+    """The last 1 % of the rows are held out where no other rows are named. Raises ValueError for a single row."""
+    if num_rows < 2:
+        raise ValueError("one row cannot be both trained on and held out: add rows, or give --held-out FILE")
+    return max(1, num_rows // 100)
+
+
+def rows_hash(rows: list[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(array("l", row.tokens).tobytes() + bytes(row.loss_mask))
+    return digest.hexdigest()[:16]
+
+
+class FeatureFolder:
+    """manifest.json, rows.safetensors (lengths [n], and counts [V]: how often each token is supervised, held-out rows left out) and
+    rows_0-2000/data_0.safetensors, ...: input_ids [T] int32, loss_mask [T] bool, and h.b [T,C] for each boundary b of the layout and for the teacher, h.L.
+
+    Raises FileNotFoundError without a manifest.
+    """
+    group = 2000
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not (self.folder / "manifest.json").is_file():
+            raise FileNotFoundError(f"{folder} has no manifest.json: it is no folder of features (train.py --extract makes one; "
+                                    "train.py --inspect says what is there)")
+        self.manifest = read_json(self.folder / "manifest.json")
+        value = partial(config_value, self.manifest, where=str(self.folder / "manifest.json"))
+        self.layout = FeatureLayout.from_dict(value("feature_layout"))
+        self.fingerprint, self.dtype, self.num_rows = value("target_fingerprint"), value("dtype"), value("rows")
+        rows = open_tensors(self.folder / "rows.safetensors")
+        self.lengths, self.counts = rows.get_tensor("lengths").tolist(), rows.get_tensor("counts")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors in each file: the layout's boundaries and the teacher."""
+        return tuple(dict.fromkeys((*self.layout.names, f"h.{self.layout.num_layers}")))
+
+    @classmethod
+    def create(cls, folder: str | Path, layout: FeatureLayout, target: Target, rows: list[Row]) -> "FeatureFolder":
+        """Begin a folder, or go on with one: LayoutMismatch or ValueError if it was begun for another layout, target, dtype or other rows."""
+        folder, dtype = Path(folder), str(target.norm.weight.dtype).removeprefix("torch.")
+        wanted = {"feature_layout": layout.to_dict(), "target_fingerprint": target.fingerprint, "dtype": dtype, "rows": len(rows),
+                  "rows_hash": rows_hash(rows), "group": cls.group, "teacher": f"h.{layout.num_layers}"}
+        if (folder / "manifest.json").exists():
+            own = cls(folder)
+            own.layout.require(layout, f"the features in {folder}", "the asked one")
+            for key, value in wanted.items():
+                if own.manifest.get(key) != value:
+                    raise ValueError(f"{folder} was begun with another {key} ({own.manifest.get(key)}, now {value}): extract into another folder")
+            return own
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} holds something else than features: extract into a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / "rows.safetensors", {"lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
+                                                    "counts": token_counts(rows[:-held_out_count(len(rows))], target.config.vocab_size)}, {})
+        write_text(folder / "manifest.json", json.dumps(wanted, indent=1))
+        return cls(folder)
+
+    def path(self, index: int) -> Path:
+        start = index // self.group * self.group
+        return self.folder / f"rows_{start}-{start + self.group}" / f"data_{index}.safetensors"
+
+    def write(self, index: int, tokens: Tensor, loss_mask: Tensor, captures: dict[int, Tensor]) -> str | None:
+        """Store one row: tokens, loss_mask [T], captures {b: [T,C]}. A row with a value that is not finite is stored without its hidden
+        states; returns why."""
+        bad = [b for b, hidden in captures.items() if not hidden.isfinite().all()]
+        skipped = f"boundary {bad[0]} is not finite" if bad else None
+        metadata = {"feature_layout": json.dumps(self.layout.to_dict()), "weights": self.fingerprint["weights"], "row": str(index),
+                    **({"skipped": skipped} if skipped else {})}
+        tensors = {} if skipped else {f"h.{b}": hidden for b, hidden in captures.items()}
+        path = self.path(index)
+        path.parent.mkdir(exist_ok=True)
+        write_tensors(path, {"input_ids": tokens.int(), "loss_mask": loss_mask, **tensors}, metadata)
+        return skipped
+
+    def read(self, index: int, names: tuple[str, ...] | None = None) -> StoredRow:
+        """A row with these tensors (default: all). Raises ValueError naming the file if it is torn, foreign, misshapen or not finite."""
+        path = self.path(index)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not there: extraction did not finish; run the same train.py --extract again")
+        file = open_tensors(path)
+        metadata, stored = file.metadata() or {}, set(file.keys())
+        if metadata.get("weights") != self.fingerprint["weights"] or metadata.get("row") != str(index):
+            raise ValueError(f"{path} does not belong here: it is row {metadata.get('row')} of a target {metadata.get('weights')}, the manifest "
+                             f"says {self.fingerprint['weights']}")
+        self.layout.require(FeatureLayout.from_dict(json.loads(metadata["feature_layout"])), f"the manifest in {self.folder}", str(path))
+        tokens, loss_mask = file.get_tensor("input_ids").long(), file.get_tensor("loss_mask")
+        if "skipped" in metadata:
+            return StoredRow(tokens, loss_mask, {}, metadata["skipped"])
+        absent = set(names or self.names) - stored
+        if absent:
+            raise LayoutMismatch(f"{path} does not hold {', '.join(sorted(absent))}; it holds {', '.join(sorted(stored))}")
+        hidden = {name: file.get_tensor(name) for name in names or self.names}
+        for name, tensor in {"loss_mask": loss_mask[:, None], **hidden}.items():
+            width = 1 if name == "loss_mask" else self.layout.hidden_size
+            if list(tensor.shape) != [len(tokens), width]:
+                raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {[len(tokens), width]}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{path}: {name} is not finite")
+        return StoredRow(tokens, loss_mask, hidden)
+
+    def missing(self) -> list[int]:
+        """Rows that are not there yet."""
+        present = {path.name for start in range(0, self.num_rows, self.group) for path in self.path(start).parent.glob("data_*.safetensors")}
+        return [index for index in range(self.num_rows) if f"data_{index}.safetensors" not in present]
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Disk that so many tokens take."""
+        return num_tokens * (len(self.names) * self.layout.hidden_size * torch_dtype(self.dtype).itemsize + 5)
+
+
+def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu") -> TargetEnds:
+    """Only the target's embedding, final norm and lm_head, for training on stored features: a few per cent of its weights."""
+    config, tensors = read_target_config(folder), TensorFolder(folder)
+    wanted = torch_dtype(dtype or config.dtype)
+    with torch.device("meta"):
+        whole = nn.ModuleDict({"embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size), "norm": RMSNorm(config.hidden_size,
+                              config.rms_norm_eps), "lm_head": Linear(config.hidden_size, config.vocab_size, bias=False)})
+    names = {"embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
+             "lm_head.weight": "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"}
+    whole.load_state_dict({own: tensors.tensor(stored).to(device, wanted) for own, stored in names.items()}, assign=True)
+    whole.requires_grad_(False)
+    return TargetEnds(config, whole["embed_tokens"], whole["norm"], whole["lm_head"], target_fingerprint(folder, config))
+
+
+# -----------------------------------------------------------------------------
+# 16. Scripts
 # What train.py and serve.py share. Needs nothing.
+
+
+def require_one_process() -> None:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("several ranks are not there yet: run with one process")
 
 
 def run_script(name: str, run) -> None:
     """The end of both scripts: print run()'s summary as the last line, one JSON object; a user's mistake as one line, with exit code 2."""
     try:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError("several ranks are not there yet: run with one process")
         summary = run()
     except (ValueError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -296,6 +296,7 @@ def bench(args) -> dict:
 
 
 def main() -> dict:
+    eagle3.require_one_process()
     args = parse_args()
     return bench(args) if args.bench else answer(args)
 

@@ -4,21 +4,25 @@
     python train.py                                                      the demo: a small target and its head, from nothing
     torchrun train.py --target DIR --data FILE.jsonl --out DIR           a head for a real target; features are made on the fly
     torchrun train.py --target DIR --data FILE.jsonl --out DIR --resume  go on with an interrupted run, to the same losses
+    torchrun train.py --target DIR --data FILE.jsonl --extract DIR       store the features; goes on with what is missing
+    torchrun train.py --target DIR --features DIR --out DIR              a head from stored features, without the target's layers
 
 A row of FILE.jsonl has OpenAI `messages`, ShareGPT `conversations`, `prompt` + `completion`, `text`, or `input_ids` (+ `loss_mask`).
 --out becomes the head's folder (config.json, model.safetensors), with metrics.jsonl and checkpoint/ inside.
 """
 import argparse
-import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 import sysconfig
 import time
-from array import array
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -26,7 +30,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eagle3
-from eagle3 import DraftConfig, DraftHead, FeatureLayout, Row, SpecConfig, SpecStats, Target, TargetConfig, TTTBatch, TTTStats
+from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, SpecConfig, SpecStats, Target, TargetConfig, TargetEnds, TTTBatch,
+                    TTTStats)
 
 DEMO, DEMO_STEPS = Path("runs/demo"), (170, 90)  # optimizer steps of the demo's target and head
 EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
@@ -39,6 +44,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--target", help="the target's Hugging Face folder (with no --target: the demo)")
     add("--data", action="append", default=[], help="JSONL file of training rows; may be given several times")
     add("--held-out", help="JSONL file of held-out rows (default: the last 1 %% of the rows)")
+    add("--extract", metavar="DIR", help="store the hidden states of all rows there; several processes share the rows")
+    add("--features", metavar="DIR", help="train on hidden states stored by --extract, instead of --data")
     add("--out", help="the head's folder, made by this run")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
@@ -47,7 +54,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="tokens that the head can draft (default: all up to 32000; 8192 of vocabularies up to 65536; else 32000)")
     # training
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
-    add("--max-length", type=int, default=2048, help="tokens; longer rows are cut, and counted")
+    add("--max-length", type=int, help="tokens; longer rows are cut, and counted (default: 2048)")
     add("--batch-size", type=int, default=4, help="rows per forward")
     add("--accumulate", type=int, default=1, help="forwards per optimizer step")
     add("--lr", type=float, default=3e-4, help="peak learning rate (warm-up 1.5 %%, cosine to a tenth)")
@@ -65,8 +72,14 @@ def parse_args(argv=None) -> argparse.Namespace:
         args = parser.parse_args(argv)
         if args.resume or args.layers or args.held_out:
             raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers or --held-out")
-    if bool(args.target) != bool(args.data) or bool(args.target) != bool(args.out):
-        raise ValueError("--target, --data and --out go together (with none of them, train.py runs the demo)")
+    if bool(args.target) != bool(args.data or args.features) or bool(args.target) != bool(args.out or args.extract):
+        raise ValueError("--target, --data and --out (or --extract) go together, or --target, --features and --out (with none of them, "
+                         "train.py runs the demo)")
+    if bool(args.data) == bool(args.features) and args.target or args.extract and (args.features or args.out):
+        raise ValueError("--data with --out trains, --data with --extract stores features, --features with --out trains on those: one at a time")
+    if args.features and (args.held_out or args.max_length):
+        raise ValueError("--features hold the rows as they were extracted: --held-out and --max-length belong to --data")
+    args.max_length = args.max_length or 2048
     for name in ("ttt_steps", "batch_size", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size", "save_every"):
         least = 0 if name == "save_every" else 1
         if getattr(args, name) is not None and getattr(args, name) < least:
@@ -90,11 +103,93 @@ def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[
     return rows, sum(count for reason, count in report.items() if reason.startswith("skipped"))
 
 
-def rows_hash(rows: list[Row]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(array("l", row.tokens).tobytes() + bytes(row.loss_mask))
-    return digest.hexdigest()[:16]
+class OnlineRows:
+    """Rows whose hidden states the target computes when they are needed."""
+
+    def __init__(self, target: Target, rows: list[Row], args):
+        self.target, self.rows, self.args = target, rows, args
+        self.lengths, self.identity = [len(row.tokens) for row in rows], eagle3.rows_hash(rows)
+
+    def load(self, indices: list[int]) -> list[Row]:
+        return [self.rows[i] for i in indices]
+
+    def names(self, rows: list[Row]) -> list[str]:
+        return [row.name for row in rows]
+
+    def prepare(self, head: DraftHead, rows: list[Row]) -> TTTBatch:
+        """Run the target over rows and keep what the head learns from."""
+        tokens, loss_mask = eagle3.collate(rows, self.args.device)
+        layout = head.config.layout
+        with torch.no_grad():
+            captures = self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
+        return eagle3.prepare_ttt(head, tokens, loss_mask, captures, self.args.ttt_steps, self.names(rows))
+
+
+class StoredRows:
+    """Rows whose hidden states were stored by --extract. Rows that were skipped there keep their place, and are left out."""
+
+    def __init__(self, folder: FeatureFolder, layout: FeatureLayout, args):
+        self.folder, self.args = folder, args
+        self.boundaries = {b: f"h.{b}" for b in (*layout.boundaries, layout.num_layers)}
+        self.lengths, self.identity = folder.lengths, folder.manifest["rows_hash"]
+
+    def load(self, indices: list[int]) -> list[tuple[Row, dict]]:
+        """Runs in the reading thread, a step ahead."""
+        stored = [(self.folder.path(i).name, self.folder.read(i, tuple(self.boundaries.values()))) for i in indices]
+        return [(Row(row.tokens.tolist(), row.loss_mask.tolist(), name), row.hidden) for name, row in stored if not row.skipped]
+
+    def names(self, loaded: list[tuple[Row, dict]]) -> list[str]:
+        return [row.name for row, _ in loaded]
+
+    def prepare(self, head: DraftHead, loaded: list[tuple[Row, dict]]) -> TTTBatch:
+        rows = [row for row, _ in loaded]
+        tokens, loss_mask = eagle3.collate(rows, self.args.device)
+        pad = lambda hidden: F.pad(hidden, (0, 0, 0, tokens.shape[1] - len(hidden)))
+        captures = {b: torch.stack([pad(hidden[name]) for _, hidden in loaded]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
+                    for b, name in self.boundaries.items()}
+        return eagle3.prepare_ttt(head, tokens, loss_mask, captures, self.args.ttt_steps, self.names(loaded))
+
+
+def extract(args) -> dict:
+    """Store the target's hidden states of all rows, or of what is missing; this process takes every WORLD_SIZE-th row."""
+    config = eagle3.read_target_config(args.target)
+    layout = stated_layout(config, args)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    print(f"eagle3 extract: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, process {rank} of {world}")
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    eagle3.pack(target)
+    rows, skipped = load_rows(args.data, cache(partial(eagle3.load_tokenizer, args.target)), config, args.max_length)
+    folder = FeatureFolder.create(args.extract, layout, target, rows)
+    missing = folder.missing()
+    needed, free = folder.row_bytes(sum(folder.lengths[i] for i in missing)), shutil.disk_usage(folder.folder).free
+    print(f"{len(rows)} rows, {sum(folder.lengths)} tokens, {len(folder.names)} boundaries: {folder.row_bytes(sum(folder.lengths)) / 1e9:.3f} GB in all, "
+          f"{needed / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
+    if needed > free:
+        raise ValueError(f"{folder.folder} has {free / 1e9:.3f} GB free, {needed / 1e9:.3f} GB are needed: free some, or take fewer rows or boundaries")
+    mine, window, begun, tokens = [i for i in missing if i % world == rank], args.batch_size * 64, time.perf_counter(), 0
+    boundaries, pending = [int(name[2:]) for name in folder.names], deque()
+    with ThreadPoolExecutor(1) as writer, tqdm(total=len(mine), desc="extracting", unit="row", disable=rank > 0) as bar:
+        for start in range(0, len(mine), window):
+            near = sorted(mine[start:start + window], key=lambda i: folder.lengths[i])
+            for batch in (near[i:i + args.batch_size] for i in range(0, len(near), args.batch_size)):
+                padded, _ = eagle3.collate([rows[i] for i in batch], args.device)
+                with torch.no_grad():
+                    captures = {b: hidden.cpu() for b, hidden in target(padded, boundaries=tuple(boundaries)).captures.items()}
+                for at, index in enumerate(batch):
+                    T = folder.lengths[index]
+                    pending.append(writer.submit(folder.write, index, torch.tensor(rows[index].tokens), torch.tensor(rows[index].loss_mask),
+                                                 {b: hidden[at, :T] for b, hidden in captures.items()}))
+                    tokens += T
+                while len(pending) > 4 * args.batch_size:  # writing overlaps with computing, a few batches behind
+                    pending.popleft().result()
+                bar.update(len(batch))
+        for future in pending:
+            future.result()
+    unsound = [(i, why) for i in mine if (why := folder.read(i, ()).skipped)]
+    for index, why in unsound[:10]:
+        print(f"  row {rows[index].name} was skipped: {why}")
+    return {"out": str(folder.folder), "rows": len(mine), "rows_skipped": skipped, "rows_not_finite": len(unsound), "tokens": tokens,
+            "tok_s": round(tokens / (time.perf_counter() - begun), 1), "gb": round(folder.row_bytes(tokens) / 1e9, 3)}
 
 
 # -----------------------------------------------------------------------------
@@ -113,35 +208,26 @@ def autocast(args):
     return torch.autocast(args.device.split(":")[0], torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
 
 
-def make_batch(head: DraftHead, target: Target, rows: list[Row], args) -> TTTBatch:
-    """Run the target over rows and keep what the head learns from."""
-    tokens, loss_mask = eagle3.collate(rows, args.device)
-    layout = head.config.layout
-    with torch.no_grad():
-        captures = target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
-    return eagle3.prepare_ttt(head, tokens, loss_mask, captures, args.ttt_steps, [row.name for row in rows])
-
-
-def row_names(batches: list[list[Row]]) -> str:
-    return ", ".join(row.name for rows in batches for row in rows)
-
-
-def train_step(head: DraftHead, target: Target, optimizer, batches: list[list[Row]], args) -> tuple[TTTStats, float]:
+def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], args) -> tuple[TTTStats, float]:
     """One optimizer step over accumulated batches; returns its statistics and the gradient norm before clipping."""
-    prepared = [make_batch(head, target, rows, args) for rows in batches]
+    prepared = [source.prepare(head, rows) for rows in loaded if rows]
+    zeros = torch.zeros(args.ttt_steps)
+    stats, norm = TTTStats(zeros.double(), zeros.long(), zeros.long(), zeros.long(), 0, 0), torch.zeros(())
+    if not prepared:  # every row of this step was skipped by --extract
+        return stats, norm.item()
+    names = ", ".join(name for rows in loaded for name in source.names(rows))
     num_counted = sum(batch.num_counted for batch in prepared)
     optimizer.zero_grad()
-    stats = None
     for batch in prepared:
         with autocast(args):
             loss, part = eagle3.ttt_loss(head, batch, num_counted)
         if not loss.isfinite():
-            raise ValueError(f"the loss is {loss.item()} on rows {row_names(batches)}: lower --lr, or look at these rows")
+            raise ValueError(f"the loss is {loss.item()} on rows {names}: lower --lr, or look at these rows")
         loss.backward()
-        stats = part if stats is None else stats + part
+        stats = stats + part
     norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
     if not norm.isfinite():
-        raise ValueError(f"a gradient is not finite on rows {row_names(batches)}: lower --lr, or look at these rows")
+        raise ValueError(f"a gradient is not finite on rows {names}: lower --lr, or look at these rows")
     optimizer.step()
     return stats, norm.item()
 
@@ -170,23 +256,61 @@ def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> d
     return state
 
 
-def head_config(config: TargetConfig, args) -> DraftConfig:
-    layout = (FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers
-              else FeatureLayout.default(config.hidden_size, config.num_layers))
-    V = config.vocab_size
-    return DraftConfig.for_target(config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000))
+def stated_layout(config: TargetConfig, args) -> FeatureLayout:
+    return (FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers
+            else FeatureLayout.default(config.hidden_size, config.num_layers))
 
 
-def new_head(config: DraftConfig, target: Target, rows: list[Row], args) -> DraftHead:
+def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
+    V = target.config.vocab_size
+    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000))
     head = DraftHead(config).init_weights(args.seed)
-    counts = eagle3.token_counts(rows, config.vocab_size)
     head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
-    print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {config.vocab_size} "
+    print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {V} "
           f"({100 * counts[head.t2d].sum().item() / max(1, counts.sum().item()):.1f} % of the supervised tokens)")
     if args.dtype == "float64":
         head.double()
     return head.to(args.device).attach(target)
+
+
+def online(args) -> tuple[DraftHead, OnlineRows, OnlineRows | None, list[int], int]:
+    """Head, training rows, held-out rows and their indices, and how many lines were skipped."""
+    config = eagle3.read_target_config(args.target)
+    layout = stated_layout(config, args)
+    for file in (*args.data, *([args.held_out] if args.held_out else ())):
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"{file} is not there")
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    eagle3.pack(target)
+    tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
+    rows, skipped = load_rows(args.data, tokenizer, config, args.max_length)
+    if args.held_out:
+        held_out, _ = load_rows([args.held_out], tokenizer, config, args.max_length)
+    else:
+        count = eagle3.held_out_count(len(rows))
+        rows, held_out = rows[:-count], rows[-count:]
+    head = new_head(layout, target, eagle3.token_counts(rows, config.vocab_size), args)
+    return head, OnlineRows(target, rows, args), OnlineRows(target, held_out, args), list(range(len(held_out))), skipped
+
+
+def offline(args) -> tuple[DraftHead, StoredRows, StoredRows, list[int], int]:
+    """The same from stored features; of the target only its two ends are loaded."""
+    folder = FeatureFolder(args.features)
+    target = eagle3.load_target_ends(args.target, args.dtype, args.device)
+    eagle3.require_same_target(folder.fingerprint, target.fingerprint, f"the features in {folder.folder}", "the one that is loaded")
+    layout = stated_layout(target.config, args) if args.layers else folder.layout
+    folder.layout.require(replace(folder.layout, hidden_size=layout.hidden_size, num_layers=layout.num_layers), f"the features in {folder.folder}",
+                          "the target")
+    layout.require_stored(folder.names, str(folder.folder))
+    missing = folder.missing()
+    if missing:
+        raise ValueError(f"{folder.folder} lacks {len(missing)} of {folder.num_rows} rows (first: {missing[0]}): run the same --extract again")
+    head = new_head(layout, target, folder.counts, args)
+    rows, count = StoredRows(folder, layout, args), eagle3.held_out_count(folder.num_rows)
+    held_out = list(range(folder.num_rows - count, folder.num_rows))
+    rows.lengths = rows.lengths[:-count]
+    return head, rows, StoredRows(folder, layout, args), held_out, 0
 
 
 def train(args) -> dict:
@@ -197,30 +321,16 @@ def train(args) -> dict:
         raise FileNotFoundError(f"--resume: there is no checkpoint in {out}; leave --resume out to start")
     if not args.resume and (checkpoint.exists() or (out / "config.json").exists()):
         raise ValueError(f"{out} holds a run already: go on with --resume, or choose another --out")
-    config = head_config(eagle3.read_target_config(args.target), args)
-    for file in (*args.data, *([args.held_out] if args.held_out else ())):
-        if not Path(file).is_file():
-            raise FileNotFoundError(f"{file} is not there")
     print(f"eagle3 train: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}")
-    target = eagle3.load_target(args.target, args.dtype, args.device)
-    tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
-    rows, skipped = load_rows(args.data, tokenizer, target.config, args.max_length)
-    if args.held_out:
-        held_out, _ = load_rows([args.held_out], tokenizer, target.config, args.max_length)
-    else:
-        if len(rows) < 2:
-            raise ValueError("one row cannot be both trained on and held out: add rows, or give --held-out FILE")
-        count = max(1, len(rows) // 100)
-        rows, held_out = rows[:-count], rows[-count:]
-    print(f"{len(rows)} rows to train on, {len(held_out)} held out, {skipped} skipped")
-    head = new_head(config, target, rows, args)
+    head, source, held_source, held_out, skipped = offline(args) if args.features else online(args)
+    lengths = source.lengths
+    print(f"{len(lengths)} rows to train on, {len(held_out)} held out, {skipped} skipped")
     optimizer = torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    lengths = [len(row.tokens) for row in rows]
-    per_epoch = math.ceil(math.ceil(len(rows) / args.batch_size) / args.accumulate)
+    per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
     settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps,
                 "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
-                "seed": args.seed, "dtype": args.dtype, "rows": rows_hash(rows), "target": target.fingerprint}
+                "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
     if args.resume:
         state = load_checkpoint(checkpoint, head, optimizer, settings)
@@ -229,18 +339,22 @@ def train(args) -> dict:
     kept = metrics.read_text().splitlines()[:state["step"]] if args.resume and metrics.exists() else []
     eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
     bar = tqdm(total=total, initial=state["step"], desc="training", unit="step")
-    begun, batches, epoch = time.perf_counter() - state["seconds"], None, -1
-    with metrics.open("a", buffering=1) as log:
+    begun, batches = time.perf_counter() - state["seconds"], lru_cache(2)(partial(eagle3.epoch_batches, lengths, args.batch_size, args.seed))
+
+    def load(step: int) -> tuple[list[list], int]:  # a step's rows, and their tokens
+        first = step % per_epoch * args.accumulate
+        chosen = batches(step // per_epoch)[first:first + args.accumulate] if step < total else []
+        return [source.load(batch) for batch in chosen], sum(lengths[row] for batch in chosen for row in batch)
+
+    with metrics.open("a", buffering=1) as log, ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(load, state["step"])
         for step in range(state["step"], total):
-            if step // per_epoch != epoch:
-                epoch = step // per_epoch
-                batches = eagle3.epoch_batches(lengths, args.batch_size, args.seed, epoch)
-            first = step % per_epoch * args.accumulate
-            chosen = [[rows[r] for r in batch] for batch in batches[first:first + args.accumulate]]
+            loaded, num_tokens = coming.result()
+            coming = reader.submit(load, step + 1)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, total, args.lr)
-            stats, norm = train_step(head, target, optimizer, chosen, args)
-            state["step"], state["tokens"] = step + 1, state["tokens"] + sum(len(row.tokens) for batch in chosen for row in batch)
+            stats, norm = train_step(head, source, optimizer, loaded, args)
+            state["step"], state["tokens"] = step + 1, state["tokens"] + num_tokens
             state["seconds"] = time.perf_counter() - begun
             line = {"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy,
                     "simulated_acceptance_length": stats.simulated_acceptance_length, "lr": optimizer.param_groups[0]["lr"],
@@ -253,8 +367,8 @@ def train(args) -> dict:
                 save_checkpoint(checkpoint.parent, head, optimizer, state)
     bar.close()
     print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
-    return {"out": str(out), "steps": total, "rows": len(rows), "rows_skipped": skipped, "tokens": state["tokens"],
-            "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, target, held_out, out, args)}
+    return {"out": str(out), "steps": total, "rows": len(lengths), "rows_skipped": skipped, "tokens": state["tokens"],
+            "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, held_source, held_out, out, args)}
 
 
 # -----------------------------------------------------------------------------
@@ -262,13 +376,17 @@ def train(args) -> dict:
 
 
 @torch.no_grad()
-def score(head: DraftHead, target: Target, rows: list[Row], args) -> TTTStats:
+def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], args) -> TTTStats:
     """Teacher-forced statistics of the head on rows."""
     stats = None
-    for start in tqdm(range(0, len(rows), args.batch_size), desc="scoring", unit="batch", leave=False):
-        with autocast(args):
-            part = eagle3.ttt_loss(head, make_batch(head, target, rows[start:start + args.batch_size], args))[1]
-        stats = part if stats is None else stats + part
+    for start in tqdm(range(0, len(indices), args.batch_size), desc="scoring", unit="batch", leave=False):
+        loaded = source.load(indices[start:start + args.batch_size])
+        if loaded:
+            with autocast(args):
+                part = eagle3.ttt_loss(head, source.prepare(head, loaded))[1]
+            stats = part if stats is None else stats + part
+    if stats is None:
+        raise ValueError("no held-out row is left to score: all were skipped by --extract")
     return stats
 
 
@@ -278,15 +396,18 @@ def eval_prompt(row: Row) -> list[int]:
     return row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)]
 
 
-def evaluate(head: DraftHead, target: Target, held_out: list[Row], out: Path, args) -> dict:
-    """Score held-out rows; serve held-out prompts with the head as it was saved; simulate serving on the rows that serving wrote.
+def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[int], out: Path, args) -> dict:
+    """Score held-out rows and, where the whole target is there, serve held-out prompts with the head as it was saved; simulate serving on the rows that serving wrote.
 
     The last two are acceptance lengths of the same text, one measured and one predicted: where they differ, the wiring is at fault.
     """
-    held = score(head, target, held_out[:EVAL_ROWS], args)
-    steps, context = args.ttt_steps, target.config.max_position_embeddings
-    served_head = eagle3.load_draft(out, target)
-    prompts = [p for p in map(eval_prompt, held_out) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
+    held = score(head, source, held_out[:EVAL_ROWS], args)
+    steps, context = args.ttt_steps, head.config.max_position_embeddings
+    prompts = []
+    if isinstance(source, OnlineRows):
+        target = source.target
+        served_head = eagle3.load_draft(out, target)
+        prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
                "simulated_acceptance_length": None, "acceptance_length": None}
     if not prompts:
@@ -298,7 +419,7 @@ def evaluate(head: DraftHead, target: Target, held_out: list[Row], out: Path, ar
         if len(request.output) > 1:
             written.append(Row(prompt + request.output, [False] * len(prompt) + [True] * len(request.output), "a served answer"))
     if written and served.rounds:
-        simulated = score(served_head, target, written, args).simulated_acceptance_length
+        simulated = score(served_head, OnlineRows(target, written, args), list(range(len(written))), args).simulated_acceptance_length
         summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
         print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}")
         print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} "
@@ -364,6 +485,9 @@ def demo(args) -> dict:
 
 def main() -> dict:
     args = parse_args()
+    if args.extract:  # the processes share the rows, and do not talk
+        return extract(args)
+    eagle3.require_one_process()
     try:
         return train(args) if args.target else demo(args)
     except KeyboardInterrupt:
