@@ -4,6 +4,7 @@
     python serve.py --prompt "import os"                              the demo's pair (made by: python train.py)
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
+    torchrun serve.py --target DIR --draft DIR --check FEATURES|DATA  is the head fed wrongly, or weak?
 
 A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
@@ -34,6 +35,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--prompt", help="text to answer")
     add("--prompt-ids", help="token ids to continue, such as 1,2,3")
     add("--raw", action="store_true", help="no chat template")
+    add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
+    add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
     add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
@@ -57,8 +60,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench)) != 1:
-        raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3 and --bench FILE")
+    if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check)) != 1:
+        raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE and --check FEATURES|DATA")
+    if args.check and not (args.target and args.draft):
+        raise ValueError("--check needs --target and --draft")
+    if args.held_out and not args.check:
+        raise ValueError("--held-out belongs to --check")
     for name in ("limit", "max_new_tokens", "max_batch"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
@@ -295,10 +302,143 @@ def bench(args) -> dict:
             "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
+CHECK_ROWS, CHECK_TOKENS, CHECK_STEPS, CHECK_NEW_TOKENS = 8, 512, 4, 48
+WEAK, GENERALISES = 0.4, 0.6  # first-step accuracy below which a head is weak, and held-out accuracy as a share of that on training rows
+
+
+def check_rows(path: str, args, config: eagle3.TargetConfig) -> list[eagle3.Row]:
+    rows, report, _ = eagle3.read_rows([path], cache(partial(eagle3.load_tokenizer, args.target)), CHECK_TOKENS, config.eos_token_ids,
+                                       config.vocab_size, limit=CHECK_ROWS)
+    if not rows:
+        raise ValueError(f"no usable row in {path}: {'; '.join(report) or 'the file is empty'}")
+    return rows
+
+
+@torch.no_grad()
+def teacher_forced(head: eagle3.DraftHead, tokens, loss_mask, captures: dict) -> list[float]:
+    """Accuracy by step on these rows."""
+    stats = None
+    for row, mask, hidden in zip(tokens, loss_mask, captures):
+        batch = eagle3.prepare_ttt(head, row[None], mask[None], {b: x[None] for b, x in hidden.items()}, CHECK_STEPS)
+        part = eagle3.ttt_loss(head, batch)[1]
+        stats = part if stats is None else stats + part
+    return [round(a, 3) for a in stats.accuracy]
+
+
+def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
+    """What serving gets when it continues from the rows' answers, and what a round costs there."""
+    room = target.config.max_position_embeddings - CHECK_NEW_TOKENS
+    prompts = [row.tokens[:row.loss_mask.index(True) + 1][:room] for row in rows]
+    longest, stats = max(map(len, prompts)) + CHECK_NEW_TOKENS, SpecStats()
+    engines = [Engine(target, max_length=longest), Engine(target, head, spec, max_length=longest)]
+    for prompt in prompts:
+        eagle3.run_requests(engines[0], [prompt], CHECK_NEW_TOKENS)
+        stats = stats + eagle3.run_requests(engines[1], [prompt], CHECK_NEW_TOKENS)[0].stats
+    plain, rounds = (engine.times["round"] for engine in engines)
+    return {"acceptance_length": rounded(stats.acceptance_length), "ceiling": spec.ceiling,
+            "break_even": rounded(median(rounds) / median(plain) if plain and rounds else None)}
+
+
+def diagnose(args) -> tuple[str, str | None, dict]:
+    """verdict, cause, evidence."""
+    evidence: dict = {"thresholds": {"match": eagle3.MATCH, "weak_below": WEAK, "generalises_from": GENERALISES}}
+    say = lambda text: print(f"  {text}")
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    config, stated = target.config, None
+    if args.layers:
+        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
+    if own and None not in (own["tokenizer"], target.fingerprint["tokenizer"]) and own["tokenizer"] != target.fingerprint["tokenizer"]:
+        say("the head was trained with another tokenizer: serve it with the target that it was trained with")
+        return "wiring", "another tokenizer", evidence
+    try:
+        head = eagle3.load_draft(args.draft, target, stated)
+    except eagle3.LayoutMismatch as error:
+        say(str(error))
+        return "wiring", "layout", {**evidence, "error": str(error)}
+    except ValueError as error:
+        say(str(error))
+        return "wiring", "draft vocabulary" if "d2t" in str(error) else "head and target", {**evidence, "error": str(error)}
+    layout, L = head.config.layout, config.num_layers
+    say(f"(a) the head reads {layout}")
+    folder = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None
+    other_weights = bool(own) and own["weights"] != target.fingerprint["weights"]
+    if folder:
+        prints = [folder.fingerprint["tokenizer"], target.fingerprint["tokenizer"]]
+        if None not in prints and prints[0] != prints[1]:
+            say("the features were made with another tokenizer: serve the target that they were made with")
+            return "wiring", "another tokenizer", evidence
+        try:
+            layout.require_stored(folder.names, str(folder.folder))
+        except eagle3.LayoutMismatch as error:
+            say(str(error))
+            return "wiring", "layout", {**evidence, "error": str(error)}
+        other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
+        indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
+        stored = [row for i in tqdm(indices, desc="stored rows", leave=False) if not (row := folder.read(i)).skipped and row.loss_mask.any()][:CHECK_ROWS]
+        rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
+    else:
+        rows = check_rows(args.check, args, config)
+    tensors = [(torch.tensor(row.tokens, device=args.device), torch.tensor(row.loss_mask, device=args.device)) for row in rows]
+    served = [{b: x[0] for b, x in target(t[None], boundaries=(*layout.boundaries, L)).captures.items()} for t, _ in tensors]
+    accuracy = teacher_forced(head, *zip(*tensors), served)
+    if folder:
+        names = tuple(dict.fromkeys((*layout.names, folder.teacher)))
+        matches = eagle3.identify_blocks([(row.tokens[:256], {name: row.hidden[name][:256] for name in names}) for row in stored[:4]], target)
+        say("(b) stored features against those that serving computes: " + "; ".join(map(str, matches)))
+        evidence["blocks"] = {m.claimed: [m.best, round(m.similarity, 4), m.runner_up, round(m.runner_up_similarity, 4), m.shift] for m in matches}
+        teacher = "normed" if folder.teacher.endswith("normed") else L
+        hidden = [{**{b: row.hidden[f"h.{b}"][:CHECK_TOKENS].to(args.device, target.norm.weight.dtype) for b in layout.boundaries},
+                   teacher: row.hidden[folder.teacher][:CHECK_TOKENS].to(args.device, target.norm.weight.dtype)} for row in stored]
+        evidence["accuracy_on_stored"] = teacher_forced(head, *zip(*tensors), hidden)
+    evidence["accuracy_as_served"] = accuracy
+    spec = SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1)
+    evidence["served"] = serve_rows(target, head, rows, spec)
+    say("(c) accuracy by step on training rows: " + (f"{evidence['accuracy_on_stored']} on stored features, " if folder else "")
+        + f"{accuracy} as served; acceptance length {evidence['served']['acceptance_length']} of at most {spec.ceiling}, "
+        f"break-even {evidence['served']['break_even']}")
+    fault = eagle3.wiring_fault(matches, other_weights) if folder else None
+    if fault:
+        say(fault[1])
+        return "wiring", fault[0], evidence
+    best, by, would, wired = eagle3.find_features(head, tensors[:4], target, partial(tqdm, desc="other features", leave=False))
+    evidence["other_features"] = {"boundaries": list(best), "shift": by, "accuracy": round(would, 3), "as_wired": round(wired, 3)}
+    if would > wired + max(0.05, 0.25 * wired):
+        cause = "rows shifted by one token" if by else eagle3.explain_blocks(layout.boundaries, best)
+        say(f"the head knows boundaries {','.join(map(str, best))}" + (f", moved by {by:+d} token," if by else "")
+            + f" better than those that it is fed: first-step accuracy {would:.2f} against {wired:.2f}; it was probably trained on those")
+        return "wiring", cause, evidence
+    held = None
+    if args.held_out:
+        held_rows = check_rows(args.held_out, args, config)
+        held_tensors = [(torch.tensor(row.tokens, device=args.device), torch.tensor(row.loss_mask, device=args.device)) for row in held_rows]
+        hidden = [{b: x[0] for b, x in target(t[None], boundaries=(*layout.boundaries, L)).captures.items()} for t, _ in held_tensors]
+        held = evidence["accuracy_held_out"] = teacher_forced(head, *zip(*held_tensors), hidden)
+        evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
+        say(f"(d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
+    if other_weights and accuracy[0] < WEAK:
+        say("the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train on these")
+        return "wiring", "other target weights", evidence
+    if accuracy[0] < WEAK:
+        say(f"nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the target's own answers")
+        return "weak head", None, evidence
+    if held and held[0] < GENERALISES * accuracy[0]:
+        say(f"it knows its training rows ({accuracy[0]:.2f}) but not others ({held[0]:.2f}): train on more rows, fewer times each")
+        return "does not generalise", None, evidence
+    say("nothing is wired wrongly, and the head is sound")
+    return "ok", None, evidence
+
+
+def check(args) -> dict:
+    verdict, cause, evidence = diagnose(args)
+    print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
+    return {"verdict": verdict, "cause": cause, "evidence": evidence}
+
+
 def main() -> dict:
     eagle3.require_one_process()
     args = parse_args()
-    return bench(args) if args.bench else answer(args)
+    return check(args) if args.check else bench(args) if args.bench else answer(args)
 
 
 if __name__ == "__main__":

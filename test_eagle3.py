@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import eagle3
+import serve
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
                     SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
@@ -1448,6 +1449,204 @@ def test_a_row_that_is_not_finite_is_kept_without_its_hidden_states_and_says_why
     assert folder.write(2, tokens[0], mask[0], captures) == "boundary 5 is not finite"
     row = folder.read(2)
     assert row.hidden == {} and row.skipped == "boundary 5 is not finite" and row.tokens.tolist() == rows[2].tokens
+
+
+# -----------------------------------------------------------------------------
+# 16. Wiring check
+
+
+def teach(target, rows, boundaries, steps=110):
+    """A head overfitted to rows."""
+    layout = FeatureLayout(boundaries, 32, 8)
+    head = DraftHead(DraftConfig.for_target(target.config, layout, 64), torch.arange(64)).init_weights(0).to(target.norm.weight.dtype).attach(target)
+    optimizer, batch = torch.optim.AdamW(head.parameters(), lr=1e-2), ttt_batch(head, target, rows, 2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ttt_loss(head, batch)[0].backward()
+        optimizer.step()
+    return head.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def wired(tmp_path_factory):
+    """A target, ten rows that it wrote, their features with every other boundary stored, and a head trained on (2, 4, 5) of them."""
+    folder = tmp_path_factory.mktemp("wired")
+    save_target(random_target(dtype=torch.float32), folder / "target")
+    (folder / "target" / "tokenizer.json").write_text("{}")  # only its hash matters here
+    target = load_target(folder / "target")
+    prompts = random_prompts([5, 9, 13, 7, 6, 11, 8, 10, 12, 5])
+    rows = [Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "row") for r in generate(target, prompts, 30, ())]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row.tokens, "loss_mask": list(map(int, row.loss_mask))}) + "\n" for row in rows))
+    store_features(folder / "features", FeatureLayout((0, 2, 4, 5, 6), 32, 8), target, rows)
+    save_draft(teach(target, rows, (2, 4, 5)), folder / "head")
+    return folder
+
+
+def store_features(folder, layout, target, rows, change=lambda captures: captures):
+    stored = eagle3.FeatureFolder.create(folder, layout, target, rows)
+    for index, row in enumerate(rows):
+        tokens, mask = eagle3.collate([row])
+        captures = {b: x[0] for b, x in target(tokens, boundaries=tuple(range(9))).captures.items()}
+        changed = change(captures)
+        stored.write(index, tokens[0], mask[0], {b: changed[b].contiguous() for b in dict.fromkeys((*layout.boundaries, 8))})
+
+
+def diagnosis(wired, tmp_path, head="head", on="features", target="target", *more):
+    args = serve.parse_args(["--target", str(wired / target), "--draft", str(tmp_path / head if (tmp_path / head).exists() else wired / head),
+                             "--check", str(tmp_path / on if (tmp_path / on).exists() else wired / on), "--dtype", "float32", *map(str, more)])
+    return serve.diagnose(args)
+
+
+def strip_layout(source, into):
+    """What other trainers write: the same tensors, and nothing that says which hidden states they want."""
+    shutil.copytree(source, into)
+    config = eagle3.read_json(into / "config.json")
+    for key in ("feature_layout", "eagle_aux_hidden_state_layer_ids", "eagle_config"):
+        config.pop(key, None)
+    (into / "config.json").write_text(json.dumps(config))
+    tensors = eagle3.TensorFolder(into)
+    eagle3.write_tensors(into / "model.safetensors", {name: tensors.tensor(name).clone() for name in tensors.files}, {})
+
+
+def test_check_finds_nothing_wrong_with_a_sound_head_and_the_script_ends_with_0(wired, tmp_path):
+    verdict, cause, evidence = diagnosis(wired, tmp_path)
+    assert (verdict, cause) == ("ok", None) and evidence["accuracy_as_served"][0] > 0.6
+    assert evidence["accuracy_on_stored"] == evidence["accuracy_as_served"] and evidence["served"]["acceptance_length"] > 1.5
+    result = run_script("serve.py", "--target", wired / "target", "--draft", wired / "head", "--check", wired / "rows.jsonl")
+    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "ok"
+
+
+@pytest.mark.parametrize("trained, stated, cause", [((0, 2, 4), "2,4,6", "other boundaries"), ((2, 4, 5), "3,5,6", "off by one")])
+def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_misstated(wired, tmp_path, trained, stated, cause):
+    """The incident, with the layouts stripped: nothing to compare, but the head knows its own hidden states."""
+    target = load_target(wired / "target")
+    rows = [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    save_draft(teach(target, rows, trained), tmp_path / "carries")
+    strip_layout(tmp_path / "carries", tmp_path / "stripped")
+    verdict, found, evidence = diagnosis(wired, tmp_path, "stripped", "rows.jsonl", "target", "--layers", stated)
+    assert (verdict, found) == ("wiring", cause), evidence
+    assert evidence["other_features"]["boundaries"] == list(trained) and evidence["other_features"]["shift"] == 0
+    refused = run_script("serve.py", "--target", wired / "target", "--draft", tmp_path / "carries", "--check", wired / "rows.jsonl", "--layers", stated, check=1)
+    summary = json.loads(refused.stdout.splitlines()[-1])
+    assert (summary["verdict"], summary["cause"]) == ("wiring", "layout"), "a head that carries its layout is refused by it"
+
+
+def moved(captures):
+    return {b: hidden.roll(1, 0) for b, hidden in captures.items()}
+
+
+@pytest.mark.parametrize("change, cause", [
+    (lambda c: {**c, 2: c[5], 5: c[2]}, "swapped blocks"), (lambda c: {**c, 2: c[3], 4: c[5], 5: c[6]}, "off by one"),
+    (lambda c: {**c, 2: c[0], 4: c[2], 5: c[4]}, "other boundaries"), (moved, "rows shifted by one token"),
+    ("normed", "teacher and norm"), (lambda c: {b: torch.randn_like(x) for b, x in c.items()}, "foreign features")])
+def test_check_and_inspect_name_the_fault_of_stored_features(wired, tmp_path, change, cause):
+    target = load_target(wired / "target")
+    rows = [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    change = (lambda c: {**c, 8: target.norm(c[8])}) if change == "normed" else change
+    store_features(tmp_path / "features", FeatureLayout((2, 4, 5), 32, 8), target, rows, change)
+    verdict, found, evidence = diagnosis(wired, tmp_path)
+    assert (verdict, found) == ("wiring", cause), evidence["blocks"]
+    result = run_script("train.py", "--inspect", tmp_path / "features", "--target", wired / "target", "--dtype", "float32")
+    assert json.loads(result.stdout.splitlines()[-1])["cause"] == cause, result.stdout
+
+
+def test_check_tells_other_weights_another_tokenizer_and_absolute_ids_in_d2t(wired, tmp_path):
+    target = load_target(wired / "target")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    shutil.copytree(wired / "target", wired / "tuned", dirs_exist_ok=True)
+    save_target(target, wired / "tuned")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert diagnosis(wired, tmp_path, "head", "features", "tuned")[:2] == ("wiring", "other target weights")
+    shutil.copytree(wired / "target", wired / "retokenized", dirs_exist_ok=True)
+    (wired / "retokenized" / "tokenizer.json").write_text("{ }")
+    assert diagnosis(wired, tmp_path, "head", "rows.jsonl", "retokenized")[:2] == ("wiring", "another tokenizer")
+    shutil.copytree(wired / "head", tmp_path / "absolute")
+    tensors = eagle3.TensorFolder(tmp_path / "absolute")
+    changed = {name: tensors.tensor(name).clone() for name in tensors.files}
+    changed["d2t"] = torch.arange(64)
+    eagle3.write_tensors(tmp_path / "absolute" / "model.safetensors", changed, tensors.metadata)
+    assert diagnosis(wired, tmp_path, "absolute")[:2] == ("wiring", "draft vocabulary")
+
+
+def test_check_calls_an_untrained_head_weak_and_an_overfitted_one_one_that_does_not_generalise(wired, tmp_path):
+    target = load_target(wired / "target")
+    save_draft(random_head(target), tmp_path / "untrained")
+    assert diagnosis(wired, tmp_path, "untrained")[:2] == ("weak head", None)
+    held_out = generate(target, random_prompts([6, 9, 7, 8], seed=77), 30, ())
+    lines = [json.dumps({"input_ids": r.prompt + r.output, "loss_mask": [0] * len(r.prompt) + [1] * len(r.output)}) for r in held_out]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(lines))
+    verdict, cause, evidence = diagnosis(wired, tmp_path, "head", "features", "target", "--held-out", tmp_path / "held_out.jsonl")
+    assert (verdict, cause) == ("does not generalise", None), evidence
+
+
+FOREIGN = {  # trainer: (file name, the dict that it writes, is its teacher after the norm)
+    "SpecForge": ("rows_0-2000/data_{}.ckpt", lambda t, m, b, last, normed: {
+        "input_ids": t, "loss_mask": m, "aux_hidden_state": torch.cat(b, -1)[None], "hidden_state": normed[None]}, True),
+    "speculators": ("hs_{}.safetensors", lambda t, m, b, last, normed: {
+        "token_ids": t, "loss_mask": m, "hidden_states": torch.stack([*b, last], 1)}, False),
+    "speculators 0.3": ("data_{}.pt", lambda t, m, b, last, normed: {"input_ids": t, "loss_mask": m, "hidden_states": [*b, last]}, False),
+    "AngelSlim": ("rows_0-5000/data_{}.ckpt", lambda t, m, b, last, normed: {
+        "input_ids": t[None], "loss_mask": m[None], "hidden_states": torch.cat(b, -1)[None], "target_hiddens": normed[None]}, True),
+    "ModelOpt": ("{}.pt", lambda t, m, b, last, normed: {
+        "input_ids": t, "loss_mask": m, "aux_hidden_states": torch.cat(b, -1), "hidden_states": normed, "conversation_id": "x"}, True)}
+
+
+@pytest.mark.parametrize("trainer", FOREIGN)
+def test_other_trainers_files_are_identified_adopted_and_trained_on(wired, tmp_path, trainer):
+    """speculators 0.3 captured behind its layers: what it calls 2, 4, 5 is 3, 5, 6. Adopting finds that."""
+    from safetensors.torch import save_file
+    name, make, is_normed = FOREIGN[trainer]
+    boundaries = (3, 5, 6) if trainer == "speculators 0.3" else (2, 4, 5)
+    target = load_target(wired / "target")
+    for index, line in enumerate((wired / "rows.jsonl").read_text().splitlines()):
+        record = json.loads(line)
+        tokens, mask = torch.tensor(record["input_ids"]), torch.tensor(record["loss_mask"])
+        captures = {b: x[0] for b, x in target(tokens[None], boundaries=tuple(range(9))).captures.items()}
+        path = tmp_path / "foreign" / name.format(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = make(tokens, mask, [captures[b] for b in boundaries], captures[8], target.norm(captures[8]))
+        save_file(data, path) if path.suffix == ".safetensors" else torch.save(data, path)
+    result = run_script("train.py", "--inspect", tmp_path / "foreign", "--target", wired / "target", "--dtype", "float32", "--adopt")
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert list(summary["blocks"].values()) == [*(f"h.{b}" for b in boundaries), "h.8.normed" if is_normed else "h.8"] and summary["rows"] == 10
+    adopted = eagle3.FeatureFolder(tmp_path / "foreign")
+    assert adopted.layout.boundaries == boundaries and adopted.teacher == ("h.8.normed" if is_normed else "h.8")
+    options = ("--dtype", "float32", "--ttt-steps", 2, "--batch-size", 3, "--steps", 4, "--lr", 0.003)
+    run_script("train.py", "--features", tmp_path / "foreign", "--target", wired / "target", "--out", tmp_path / "offline", *options)
+    run_script("train.py", "--data", wired / "rows.jsonl", "--target", wired / "target", "--out", tmp_path / "online", "--layers",
+               ",".join(map(str, boundaries)), *options)
+    online, offline = ([json.loads(line)["loss"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("online", "offline"))
+    assert offline == pytest.approx(online, rel=2e-4)
+
+
+def test_hostile_and_broken_files_of_other_trainers_are_refused_by_name(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'exploded'}",)
+
+    good = {"input_ids": torch.arange(4), "loss_mask": torch.ones(4), "aux_hidden_state": torch.zeros(1, 4, 96), "hidden_state": torch.zeros(1, 4, 32)}
+    for name, data, message in (
+            ("data_0.pt", {"input_ids": Bomb()}, "cannot be read, or holds more than tensors"), ("data_1.pt", [1, 2], "holds a list"),
+            ("data_2.pt", {"text": torch.zeros(1)}, "no trainer that is known"),
+            ("data_3.pt", {**good, "hidden_state": torch.zeros(1, 3, 32)}, "contradicts itself"),
+            ("data_4.pt", {**good, "hidden_state": torch.full((1, 4, 32), float("nan"))}, "not finite")):
+        torch.save(data, tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            eagle3.read_foreign(tmp_path / name)
+    torch.save(good, tmp_path / "data_5.pt")
+    (tmp_path / "data_5.pt").write_bytes((tmp_path / "data_5.pt").read_bytes()[:-200])
+    with pytest.raises(ValueError, match="data_5.pt cannot be read"):
+        eagle3.read_foreign(tmp_path / "data_5.pt")
+    assert not (tmp_path / "exploded").exists()
+    (tmp_path / "empty").mkdir()
+    assert "holds no rows" in run_script("train.py", "--inspect", tmp_path / "empty", check=2).stderr
+    result = run_script("train.py", "--inspect", tmp_path)
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["unsound"] == 6 == summary["rows"] and "data_0.pt cannot be read" in result.stdout
 
 
 # -----------------------------------------------------------------------------

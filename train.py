@@ -5,6 +5,7 @@
     torchrun train.py --target DIR --data FILE.jsonl --out DIR           a head for a real target; features are made on the fly
     torchrun train.py --target DIR --data FILE.jsonl --out DIR --resume  go on with an interrupted run, to the same losses
     torchrun train.py --target DIR --data FILE.jsonl --extract DIR       store the features; goes on with what is missing
+    python train.py --inspect DIR [--target DIR] [--adopt]               what stored features are, another trainer's too
     torchrun train.py --target DIR --features DIR --out DIR              a head from stored features, without the target's layers
 
 A row of FILE.jsonl has OpenAI `messages`, ShareGPT `conversations`, `prompt` + `completion`, `text`, or `input_ids` (+ `loss_mask`).
@@ -46,6 +47,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--held-out", help="JSONL file of held-out rows (default: the last 1 %% of the rows)")
     add("--extract", metavar="DIR", help="store the hidden states of all rows there; several processes share the rows")
     add("--features", metavar="DIR", help="train on hidden states stored by --extract, instead of --data")
+    add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns really are")
+    add("--adopt", action="store_true", help="--inspect another trainer's files and write the manifest that --features needs")
     add("--out", help="the head's folder, made by this run")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
@@ -67,6 +70,13 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="of the target and of products; master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
+    eagle3.torch_device(args.device)
+    if args.adopt and not (args.inspect and args.target):
+        raise ValueError("--adopt belongs to --inspect DIR --target DIR")
+    if args.inspect:
+        if args.data or args.out or args.extract or args.features:
+            raise ValueError("--inspect takes only --target, --adopt and --layers")
+        return args
     if not args.target:  # the demo has smaller defaults
         parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
         args = parser.parse_args(argv)
@@ -130,7 +140,8 @@ class StoredRows:
 
     def __init__(self, folder: FeatureFolder, layout: FeatureLayout, args):
         self.folder, self.args = folder, args
-        self.boundaries = {b: f"h.{b}" for b in (*layout.boundaries, layout.num_layers)}
+        teacher = "normed" if folder.teacher.endswith(".normed") else layout.num_layers  # as prepare_ttt wants it
+        self.boundaries = {**{b: f"h.{b}" for b in layout.boundaries}, teacher: folder.teacher}
         self.lengths, self.identity = folder.lengths, folder.manifest["rows_hash"]
 
     def load(self, indices: list[int]) -> list[tuple[Row, dict]]:
@@ -190,6 +201,81 @@ def extract(args) -> dict:
         print(f"  row {rows[index].name} was skipped: {why}")
     return {"out": str(folder.folder), "rows": len(mine), "rows_skipped": skipped, "rows_not_finite": len(unsound), "tokens": tokens,
             "tok_s": round(tokens / (time.perf_counter() - begun), 1), "gb": round(folder.row_bytes(tokens) / 1e9, 3)}
+
+
+def inspect(args) -> dict:
+    """What a folder of features holds and lacks and, with a target, which boundaries its columns really are."""
+    root = Path(args.inspect)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is not a folder")
+    ours = FeatureFolder(root) if (root / "manifest.json").is_file() else None
+    if ours:
+        wanted = [str(ours.path(i).relative_to(root)) for i in range(ours.num_rows)]
+        there = set(wanted) if ours.files else {str(path.relative_to(root)) for path in root.rglob("*.safetensors")} - {"rows.safetensors"}
+        read = lambda i: ours.read(i, ())
+        print(f"{root}: {ours.layout}, teacher {ours.teacher}, {ours.dtype}, {ours.num_rows} rows")
+    else:
+        wanted = eagle3.foreign_files(root)
+        there, read = set(wanted), lambda i: eagle3.read_foreign(root / wanted[i])
+        print(f"{root}: no manifest, {len(wanted)} rows of another trainer")
+    if not wanted:
+        raise ValueError(f"{root} holds no rows (looked for a manifest.json, data_*.pt, data_*.ckpt, data_*.ckpt.gz, hs_*.safetensors and *.pt)")
+    missing, strangers = [name for name in wanted if not (root / name).is_file()], sorted(there - set(wanted))
+    tokens = supervised = empty = longest = 0
+    unsound, contents, first = [], set(), []  # contents: hashes, to find rows that are there twice
+    double = 0
+    for i in tqdm(range(len(wanted)), desc="rows", unit="row"):
+        if not (root / wanted[i]).is_file():
+            continue
+        try:
+            row = read(i)
+        except ValueError as error:
+            unsound.append(str(error))
+            continue
+        T, masked = len(row.tokens), int(row.loss_mask.sum())
+        tokens, supervised, empty, longest = tokens + T, supervised + masked, empty + (masked == 0), max(longest, T)
+        key = hash(row.tokens.numpy().tobytes())
+        double += key in contents
+        contents.add(key)
+        if ours is None and len(first) < 4:
+            first.append((row.tokens[:256], {**{f"block {n}": block[:256] for n, block in enumerate(row.blocks)}, "last": row.last[:256]}))
+        elif ours is not None and len(first) < 4 and not row.skipped:
+            whole = ours.read(i)
+            first.append((whole.tokens[:256], {name: hidden[:256] for name, hidden in whole.hidden.items()}))
+    for folder in sorted({str(Path(name).parent) for name in wanted}):
+        names = [name for name in wanted if str(Path(name).parent) == folder]
+        print(f"  {folder}: {sum((root / name).is_file() for name in names)} of {len(names)} rows")
+    for what, names in (("missing", missing), ("not sound", unsound), ("not part of this folder", strangers)):
+        if names:
+            print(f"  {len(names)} {what}: {'; '.join(names[:5])}" + (" ..." if len(names) > 5 else ""))
+    print(f"  {tokens} tokens (longest row {longest}), {100 * supervised / max(tokens, 1):.1f} % supervised, {empty} rows with nothing supervised, "
+          f"{double} rows that are there twice")
+    summary = {"rows": len(wanted), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": double, "tokens": tokens,
+               "supervised": supervised, "blocks": None, "cause": None}
+    if args.target and first:
+        target = eagle3.load_target(args.target, args.dtype, args.device)
+        width = next(iter(first[0][1].values())).shape[1]
+        if width != target.config.hidden_size:
+            raise ValueError(f"these features are {width} wide, the target's hidden size is {target.config.hidden_size}: name the target they were made with")
+        matches = eagle3.identify_blocks(first, target)
+        for match in matches:
+            print(f"  {match}")
+        summary["blocks"] = {match.claimed: match.best if match.similarity >= eagle3.MATCH else None for match in matches}
+        if ours:
+            fault = eagle3.wiring_fault(matches, ours.fingerprint["weights"] != target.fingerprint["weights"])
+            summary["cause"] = fault and fault[0]
+            print(f"  WIRING: {fault[0]}: {fault[1]}" if fault else "  every block is what its name says")
+        elif args.adopt:
+            if any(match.similarity < eagle3.MATCH or match.shift for match in matches):
+                raise ValueError("not adopted: a block is no boundary of this target, or its rows are shifted")
+            *features, last = [match.best for match in matches]
+            boundaries = [int(name.split(".")[1]) for name in features]
+            layout = FeatureLayout(tuple(boundaries), target.config.hidden_size, target.config.num_layers)
+            if args.layers:
+                layout.require(stated_layout(target.config, args), "what the columns are", "the one stated with --layers")
+            FeatureFolder.adopt(root, layout, last, target.fingerprint, target.config.vocab_size, partial(tqdm, desc="manifest", unit="row"))
+            print(f"  adopted: {layout}, teacher {last}; train with --features {root}")
+    return summary
 
 
 # -----------------------------------------------------------------------------
@@ -485,6 +571,8 @@ def demo(args) -> dict:
 
 def main() -> dict:
     args = parse_args()
+    if args.inspect:
+        return inspect(args)
     if args.extract:  # the processes share the rows, and do not talk
         return extract(args)
     eagle3.require_one_process()
