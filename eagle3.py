@@ -77,6 +77,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # -----------------------------------------------------------------------------
 # 1. Feature layout
@@ -912,27 +913,37 @@ class TTTAttention:
     That is what serving's KV cache holds: true slots up to t, then the guesses of this very chain (paper, figure 6).
     """
 
+    chunk = 512  # queries at once: longer rows are computed in parts, and again in the backward pass, so that no T x T tensor is kept
+
     def __init__(self):
         self.keys, self.values = [], []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
         self.keys.append(k)
         self.values.append(v)
-        first_k, first_v = self.keys[0].transpose(1, 2), self.values[0].transpose(1, 2)
         if len(self.keys) == 1:
-            return attention(q, first_k, first_v)
-        B, T, H, D = q.shape
-        G = k.shape[2]
-        q = q.view(B, T, G, H // G, D)
-        causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-        row = (q.permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D) @ first_k.transpose(-1, -2)).view(B, G, H // G, T, T)
-        own = torch.stack([torch.einsum("btgrd,btgd->bgrt", q, key) for key in self.keys[1:]], dim=-1)
+            return attention(q, k.transpose(1, 2), v.transpose(1, 2))
+        if q.shape[1] <= self.chunk:
+            return self._part(q, 0, self.keys, self.values)
+        return torch.cat([checkpoint(self._part, part, n * self.chunk, list(self.keys), list(self.values), use_reentrant=False)
+                          for n, part in enumerate(q.split(self.chunk, dim=1))], dim=1)
+
+    @staticmethod
+    def _part(q: Tensor, start: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """The newest step's queries at slots start..start+n-1, [B,n,H,D]; keys and values of all steps, [B,T,G,D] each."""
+        B, n, H, D = q.shape
+        G, end = keys[0].shape[2], start + q.shape[1]
+        first_k, first_v = (x[0][:, :end].transpose(1, 2) for x in (keys, values))
+        q = q.view(B, n, G, H // G, D)
+        causal = torch.ones(n, end, dtype=torch.bool, device=q.device).tril(start)
+        row = (q.permute(0, 2, 3, 1, 4).reshape(B, G, H // G * n, D) @ first_k.transpose(-1, -2)).view(B, G, H // G, n, end)
+        own = torch.stack([torch.einsum("btgrd,btgd->bgrt", q, key[:, start:end]) for key in keys[1:]], dim=-1)
         scores = torch.cat([row.masked_fill(~causal, float("-inf")), own], dim=-1).to(wide_dtype(q.dtype)) * D ** -0.5
-        weights = scores.softmax(-1).to(v.dtype)
-        out = (weights[..., :T].reshape(B, G, H // G * T, T) @ first_v).view(B, G, H // G, T, D)
-        for i, value in enumerate(self.values[1:]):
-            out = out + torch.einsum("bgrt,btgd->bgrtd", weights[..., T + i], value)
-        return out.permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
+        weights = scores.softmax(-1).to(first_v.dtype)
+        out = (weights[..., :end].reshape(B, G, H // G * n, end) @ first_v).view(B, G, H // G, n, D)
+        for i, value in enumerate(values[1:]):
+            out = out + torch.einsum("bgrt,btgd->bgrtd", weights[..., end + i], value[:, start:end])
+        return out.permute(0, 3, 1, 2, 4).reshape(B, n, H, D)
 
 
 class TTTBatch(NamedTuple):
@@ -1040,16 +1051,26 @@ def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_i
     return emitted, rounds
 
 
+SLOTS_AT_ONCE = 1024
+
+
+def slot_losses(head: DraftHead, normed: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """normed [n,C], teacher_logits [n,Vd] -> soft cross-entropy [n] and the head's guesses [n] (draft ids)."""
+    logits = head.lm_head(normed)
+    wide = wide_dtype(logits.dtype)
+    return F.cross_entropy(logits.to(wide), teacher_logits.to(wide).softmax(-1), reduction="none"), logits.argmax(-1)
+
+
 def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None) -> tuple[Tensor, TTTStats]:
     """The loss to back-propagate, sum over steps of 0.8^i x (soft cross-entropy summed over counted slots / their number), and statistics.
 
     num_counted [K]: the counts over everything that shares this optimizer step (ranks, accumulated batches); default: this batch's own.
-    Gradients flow through all steps' hidden states, keys and values, as in the official code. K is len(batch.num_counted).
+    Gradients flow through all steps' hidden states, keys and values, as in the official code. K is len(batch.num_counted). The logits of
+    more than SLOTS_AT_ONCE are made in parts, and again in the backward pass: over the vocabulary a long row would not fit.
     """
     K = len(batch.num_counted)
     B, T = batch.tokens.shape
     weights = ttt_weights(K, batch.num_counted if num_counted is None else num_counted)
-    teacher_probs = batch.teacher_logits.to(wide_dtype(batch.teacher_logits.dtype)).softmax(-1)
     positions = torch.arange(T, device=batch.tokens.device)[None].expand(B, T)
     in_vocabulary = head.t2d[batch.teacher_tokens]
     correct = torch.zeros(B, T, K, dtype=torch.bool, device=batch.tokens.device)
@@ -1058,12 +1079,13 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     for i in range(K):
         hidden, normed = head.step(hidden, shift(batch.tokens, 1 + i), positions + i, context)
         slots = trained_slots(batch.spans, i)
-        logits = head.lm_head(normed[slots])  # [n,Vd]: trained slots only
-        logits = logits.to(wide_dtype(logits.dtype))
-        losses = F.cross_entropy(logits, teacher_probs[shift(batch.teacher_index, 1 + i)[slots]], reduction="none")
+        run = slot_losses if slots.sum() <= SLOTS_AT_ONCE else partial(checkpoint, slot_losses, use_reentrant=False)
+        teacher_index = shift(batch.teacher_index, 1 + i)[slots]
+        parts = [run(head, x, batch.teacher_logits[index]) for x, index in zip(normed[slots].split(SLOTS_AT_ONCE), teacher_index.split(SLOTS_AT_ONCE))]
+        losses, guesses = (torch.cat(x) for x in zip(*parts))  # [n]: trained slots only
         summed = losses[shift(in_vocabulary, 1 + i)[slots]].sum()
         loss = loss + weights[i] * summed
-        right = head.draft_to_target(logits.argmax(-1)) == shift(batch.teacher_tokens, 1 + i)[slots]
+        right = head.draft_to_target(guesses) == shift(batch.teacher_tokens, 1 + i)[slots]
         correct[..., i] = torch.zeros_like(slots).masked_scatter(slots, right)
         sums.append(summed.detach())
         trained.append(slots.sum())

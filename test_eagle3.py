@@ -576,6 +576,23 @@ def test_the_training_time_test_equals_a_sequential_rollout_with_a_kv_cache_grad
         assert_close(f"gradient of {name}", ours[name], parameter.grad, 1e-9)
 
 
+def test_long_rows_computed_in_parts_give_the_same_loss_and_gradients(target, monkeypatch):
+    rows = [Row(random_prompts([41], seed=8)[0], [False] * 5 + [True] * 36, "a"), Row(random_prompts([30], seed=9)[0], [True] * 30, "b")]
+    results = []
+    for chunk, slots in ((512, 1024), (7, 9)):
+        monkeypatch.setattr(TTTAttention, "chunk", chunk)
+        monkeypatch.setattr(eagle3, "SLOTS_AT_ONCE", slots)
+        head = random_head(target)
+        loss, stats = ttt_loss(head, ttt_batch(head, target, rows, 5))
+        loss.backward()
+        results.append((loss, stats, [parameter.grad for parameter in head.parameters()]))
+    (loss, stats, gradients), (parts_loss, parts_stats, parts_gradients) = results
+    assert_close("loss", parts_loss, loss, 1e-12)
+    assert stats.accuracy == parts_stats.accuracy
+    for a, b in zip(gradients, parts_gradients):
+        assert_close("gradient", b, a, 1e-11)
+
+
 class _GrowingCache:
     """The plainest context: append keys, see everything before (with gradients, unlike KVCache)."""
 
