@@ -1782,9 +1782,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     temporary = path.with_name(path.name + ".tmp")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt", **metadata})
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt", **metadata})
+    except SafetensorError as error:  # a full disk, say
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from None
     os.replace(temporary, path)
 
 
@@ -2117,9 +2122,13 @@ class TextStream:
 
 @dataclass
 class Row:
-    tokens: list[int]
-    loss_mask: list[bool]
+    tokens: list[int] | array        # read_rows keeps 4 bytes a token, and 1 of the mask: there may be a billion
+    loss_mask: list[bool] | bytes
     name: str  # file:line
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """tokens [T] int64, loss_mask [T] bool."""
+        return torch.tensor(list(self.tokens)), torch.tensor(list(self.loss_mask), dtype=torch.bool)
 
 
 def chat_messages(record: dict) -> list[dict]:
@@ -2226,7 +2235,7 @@ def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
                 spans = assistant_spans(torch.tensor([tokens]), torch.tensor([mask], dtype=torch.bool), eos_token_ids) if tokens else None
                 if spans is None or not trained_slots(spans, 0).any():
                     raise ValueError("nothing supervised" + (" before --max-length" if reason else ""))
-                rows.append(Row(tokens, mask, name))
+                rows.append(Row(array("i", tokens), bytes(mask), name))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = "skipped: " + (str(error) if isinstance(error, ValueError) else f"malformed ({type(error).__name__}: {error})")
             if reason:
@@ -2239,7 +2248,8 @@ def token_counts(rows: list[Row], vocab_size: int) -> Tensor:
     """How often each token id is supervised: [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for row in rows:
-        counts += torch.bincount(torch.tensor(row.tokens)[torch.tensor(row.loss_mask, dtype=torch.bool)], minlength=vocab_size)
+        tokens, loss_mask = row.tensors()
+        counts += torch.bincount(tokens[loss_mask], minlength=vocab_size)
     return counts
 
 
@@ -2261,8 +2271,8 @@ def epoch_batches(lengths: list[int], batch_size: int, seed: int, epoch: int) ->
 def collate(rows: list[Row], device="cpu") -> tuple[Tensor, Tensor]:
     """Rows -> (tokens [B,T], loss_mask [B,T]), right-padded with 0 and False."""
     T = max(len(row.tokens) for row in rows)
-    pad = lambda values, with_: torch.tensor([list(v) + [with_] * (T - len(v)) for v in values], device=device)
-    return pad([row.tokens for row in rows], 0), pad([row.loss_mask for row in rows], False)
+    tokens, loss_masks = zip(*(row.tensors() for row in rows))
+    return tuple(torch.stack([F.pad(x, (0, T - len(x))) for x in column]).to(device) for column in (tokens, loss_masks))
 
 
 def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
@@ -2420,7 +2430,7 @@ class FeatureFolder:
             if len(row.blocks) != len(layout.boundaries) or row.blocks[0].shape[1] != layout.hidden_size:
                 raise ValueError(f"{file} holds {len(row.blocks)} blocks of {row.blocks[0].shape[1]}, {layout} means {len(layout.boundaries)} "
                                  f"of {layout.hidden_size}")
-            rows.append(Row(row.tokens.tolist(), row.loss_mask.tolist(), file))
+            rows.append(Row(array("i", row.tokens.tolist()), bytes(row.loss_mask.tolist()), file))
             dtype = str(row.blocks[0].dtype).removeprefix("torch.")
         write_tensors(folder / "rows.safetensors", {"lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
                                                     "counts": token_counts(rows[:-held_out_count(len(rows))], vocab_size)}, {})

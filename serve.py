@@ -328,7 +328,7 @@ def teacher_forced(head: eagle3.DraftHead, tokens, loss_mask, captures: dict) ->
 def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
     """What serving gets when it continues from the rows' answers, and what a round costs there."""
     room = target.config.max_position_embeddings - CHECK_NEW_TOKENS
-    prompts = [row.tokens[:row.loss_mask.index(True) + 1][:room] for row in rows]
+    prompts = [list(row.tokens[:row.loss_mask.index(True) + 1][:room]) for row in rows]
     longest, stats = max(map(len, prompts)) + CHECK_NEW_TOKENS, SpecStats()
     engines = [Engine(target, max_length=longest), Engine(target, head, spec, max_length=longest)]
     for prompt in prompts:
@@ -379,7 +379,7 @@ def diagnose(args) -> tuple[str, str | None, dict]:
         rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
     else:
         rows = check_rows(args.check, args, config)
-    tensors = [(torch.tensor(row.tokens, device=args.device), torch.tensor(row.loss_mask, device=args.device)) for row in rows]
+    tensors = [tuple(x.to(args.device) for x in row.tensors()) for row in rows]
     served = [{b: x[0] for b, x in target(t[None], boundaries=(*layout.boundaries, L)).captures.items()} for t, _ in tensors]
     accuracy = teacher_forced(head, *zip(*tensors), served)
     if folder:
@@ -411,7 +411,7 @@ def diagnose(args) -> tuple[str, str | None, dict]:
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, config)
-        held_tensors = [(torch.tensor(row.tokens, device=args.device), torch.tensor(row.loss_mask, device=args.device)) for row in held_rows]
+        held_tensors = [tuple(x.to(args.device) for x in row.tensors()) for row in held_rows]
         hidden = [{b: x[0] for b, x in target(t[None], boundaries=(*layout.boundaries, L)).captures.items()} for t, _ in held_tensors]
         held = evidence["accuracy_held_out"] = teacher_forced(head, *zip(*held_tensors), hidden)
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)

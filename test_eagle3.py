@@ -1341,7 +1341,7 @@ def test_every_row_format_is_read_and_what_is_skipped_or_cut_is_counted_with_its
     file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n")
     rows, report, first = eagle3.read_rows([file], lambda: tokenizer, 50, (), 300)
     assert [row.name for row in rows] == [f"rows.jsonl:{n}" for n in (1, 2, 3, 4, 8)]
-    assert rows[1].loss_mask == [False] * 8 + [True] * 9 and rows[3].loss_mask == [False, False, True, True] and len(rows[4].tokens) == 50
+    assert list(rows[1].loss_mask) == [False] * 8 + [True] * 9 and list(rows[3].loss_mask) == [False, False, True, True] and len(rows[4].tokens) == 50
     expected = {"cut at --max-length": 1, "skipped: loss_mask must be a list of 0 and 1 as long as input_ids": 2, "skipped: nothing supervised": 1,
                 "skipped: input_ids must be a list of integers": 2, "skipped: messages must be a list of objects with role and content": 2,
                 "skipped: nothing supervised before --max-length": 1, "skipped: no messages, conversations, prompt + completion, text or input_ids": 1,
@@ -1757,6 +1757,22 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     swap = {"2,4,5": "2,4,6", tmp_path / "offline": tmp_path / "wrong"}
     wrong = run_script("train.py", *[swap.get(x, x) for x in stored], "--features", features, check=2)
     assert "does not hold h.6" in wrong.stderr
+
+
+def test_extraction_says_what_disk_it_needs_and_a_full_disk_is_one_line_and_resumed_after(project, tmp_path):
+    args = ["--target", project / "target", "--data", project / "rows.jsonl", "--extract", tmp_path / "features", "--layers", "2,4,5", "--dtype", "float32"]
+    run = lambda patch: subprocess.run([sys.executable, "-c", f"import resource, shutil, sys, eagle3, train; {patch}; eagle3.run_script('train.py', train.main)",
+                                        *map(str, args)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(HERE)}, timeout=600)
+    result = run("shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)")
+    assert result.returncode == 2 and "0.000 GB free" in result.stderr and len(result.stderr.strip().splitlines()[-1:]) == 1, result.stderr
+    assert not list((tmp_path / "features").rglob("data_*"))
+    result = run("resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000))")  # a file that cannot grow is what a full disk looks like
+    assert result.returncode == 2 and "could not be written" in result.stderr.strip().splitlines()[-1], result.stderr
+    folder = eagle3.FeatureFolder(tmp_path / "features")
+    there = [index for index in range(60) if index not in folder.missing()]
+    assert 0 < len(there) < 60 and all(folder.read(index).hidden for index in there) and not list((tmp_path / "features").rglob("*.tmp"))
+    run_script("train.py", *args)
+    assert folder.missing() == []
 
 
 def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(project, tmp_path):

@@ -188,8 +188,7 @@ def extract(args) -> dict:
                     captures = {b: hidden.cpu() for b, hidden in target(padded, boundaries=tuple(boundaries)).captures.items()}
                 for at, index in enumerate(batch):
                     T = folder.lengths[index]
-                    pending.append(writer.submit(folder.write, index, torch.tensor(rows[index].tokens), torch.tensor(rows[index].loss_mask),
-                                                 {b: hidden[at, :T] for b, hidden in captures.items()}))
+                    pending.append(writer.submit(folder.write, index, *rows[index].tensors(), {b: hidden[at, :T] for b, hidden in captures.items()}))
                     tokens += T
                 while len(pending) > 4 * args.batch_size:  # writing overlaps with computing, a few batches behind
                     pending.popleft().result()
@@ -479,7 +478,7 @@ def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], 
 def eval_prompt(row: Row) -> list[int]:
     """What comes before the row's first answer; for a row that is all answer, its first 32 tokens (or half)."""
     answer = row.loss_mask.index(True)
-    return row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)]
+    return list(row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)])
 
 
 def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[int], out: Path, args) -> dict:
