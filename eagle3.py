@@ -1775,8 +1775,13 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
+def temporary_name(path: Path) -> Path:
+    """Another one for every writer: several processes may write the same file."""
+    return path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
+
+
 def write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_name(path)
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
@@ -1784,7 +1789,7 @@ def write_text(path: Path, text: str) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_name(path)
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt", **metadata})
     except SafetensorError as error:  # a full disk, say
@@ -2409,7 +2414,7 @@ class FeatureFolder:
                 if own.manifest.get(key) != value:
                     raise ValueError(f"{folder} was begun with another {key} ({own.manifest.get(key)}, now {value}): extract into another folder")
             return own
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(not path.name.startswith(("manifest.json", "rows.safetensors")) for path in folder.iterdir()):
             raise ValueError(f"{folder} holds something else than features: extract into a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / "rows.safetensors", {"lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),

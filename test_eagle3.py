@@ -1742,6 +1742,11 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     summaries = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0] and sum(s["rows"] for s in summaries) == 60 - len(done), "each missing row once"
     assert folder.missing() == [] and all(folder.path(index).stat().st_mtime_ns == when for index, when in done.items())
+    command[command.index(features)] = tmp_path / "at once"
+    processes = [start(rank) for rank in (0, 1)]
+    assert [process.communicate() and process.returncode for process in processes] == [0, 0], "two may begin the same folder"
+    assert eagle3.FeatureFolder(tmp_path / "at once").missing() == []
+    command[command.index(tmp_path / "at once")] = features
     refused = run_script("train.py", *map(str, command[2:8]), "--layers", "2,4,5", "--dtype", "float32", check=2)
     assert "feature layouts differ" in refused.stderr and "cat([embed, h.2, h.4, h.5])" in refused.stderr
 
