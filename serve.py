@@ -401,13 +401,13 @@ def diagnose(args) -> tuple[str, str | None, dict]:
     if fault:
         say(fault[1])
         return "wiring", fault[0], evidence
-    best, by, would, wired = eagle3.find_features(head, tensors[:4], target, partial(tqdm, desc="other features", leave=False))
-    evidence["other_features"] = {"boundaries": list(best), "shift": by, "accuracy": round(would, 3), "as_wired": round(wired, 3)}
-    if would > wired + max(0.05, 0.25 * wired):
-        cause = "rows shifted by one token" if by else eagle3.explain_blocks(layout.boundaries, best)
-        say(f"the head knows boundaries {','.join(map(str, best))}" + (f", moved by {by:+d} token," if by else "")
-            + f" better than those that it is fed: first-step accuracy {would:.2f} against {wired:.2f}; it was probably trained on those")
-        return "wiring", cause, evidence
+    found = eagle3.find_features(head, tensors[:4], target, partial(tqdm, desc="other features", leave=False))
+    evidence["other_features"] = {key: rounded(value, 4) if isinstance(value, float) else value for key, value in found._asdict().items()}
+    if found.is_better:
+        say(f"the head knows boundaries {','.join(map(str, found.boundaries))}" + (f", moved by {found.shift:+d} token," if found.shift else "")
+            + f" better than those that it is fed: first-step accuracy {found.accuracy:.3f} against {found.wired_accuracy:.3f}, loss {found.loss:.3f} "
+            f"against {found.wired_loss:.3f}; it was probably trained on those (or, if it is weak, on their neighbours)")
+        return "wiring", "rows shifted by one token" if found.shift else eagle3.explain_blocks(layout.boundaries, found.boundaries), evidence
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, config)
