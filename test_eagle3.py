@@ -1542,7 +1542,7 @@ def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_miss
     strip_layout(tmp_path / "carries", tmp_path / "stripped")
     verdict, found, evidence = diagnosis(wired, tmp_path, "stripped", "rows.jsonl", "target", "--layers", stated)
     assert (verdict, found) == ("wiring", cause), evidence
-    assert evidence["other_features"]["boundaries"] == list(trained) and evidence["other_features"]["shift"] == 0
+    assert list(evidence["other_features"]["boundaries"]) == list(trained) and evidence["other_features"]["shift"] == 0
     refused = run_script("serve.py", "--target", wired / "target", "--draft", tmp_path / "carries", "--check", wired / "rows.jsonl", "--layers", stated, check=1)
     summary = json.loads(refused.stdout.splitlines()[-1])
     assert (summary["verdict"], summary["cause"]) == ("wiring", "layout"), "a head that carries its layout is refused by it"
