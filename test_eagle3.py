@@ -1600,6 +1600,21 @@ def test_check_calls_an_untrained_head_weak_and_an_overfitted_one_one_that_does_
     assert (verdict, cause) == ("does not generalise", None), evidence
 
 
+def test_inspect_counts_what_is_missing_torn_there_twice_or_not_part_of_the_folder(wired, tmp_path):
+    target = load_target(wired / "target")
+    rows = [Row(tokens, [False] * 3 + [True] * (len(tokens) - 3), "row") for tokens in random_prompts([9, 12, 7, 20, 5, 11])]
+    store_features(tmp_path / "features", FeatureLayout((2, 4, 5), 32, 8), target, [*rows, rows[1]])
+    folder = eagle3.FeatureFolder(tmp_path / "features")
+    folder.path(0).unlink()
+    folder.path(3).write_bytes(folder.path(3).read_bytes()[:-50])
+    shutil.copy(folder.path(2), folder.path(2).with_name("data_99.safetensors"))
+    result = run_script("train.py", "--inspect", tmp_path / "features")
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert (summary["rows"], summary["missing"], summary["unsound"], summary["foreign"], summary["duplicates"]) == (7, 1, 1, 1, 1)
+    assert summary["tokens"] == 12 + 7 + 5 + 11 + 12 and "rows_0-2000: 6 of 7 rows" in result.stdout
+    assert all(f"data_{index}.safetensors" in result.stdout for index in (0, 3, 99))
+
+
 FOREIGN = {  # trainer: (file name, the dict that it writes, is its teacher after the norm)
     "SpecForge": ("rows_0-2000/data_{}.ckpt", lambda t, m, b, last, normed: {
         "input_ids": t, "loss_mask": m, "aux_hidden_state": torch.cat(b, -1)[None], "hidden_state": normed[None]}, True),
