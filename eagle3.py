@@ -425,8 +425,8 @@ class RMSNorm(nn.Module):
 
 
 PACKED: dict[int, Tensor] = {}  # handle -> weights in the layout of PyTorch's CPU library: compiled code can hold a number, not these
-run_packed = torch.ops.mkldnn._linear_pointwise.default._op  # the bare function: a hundred calls a forward feel every Python frame
-
+# The bare function, since a hundred calls a forward feel every Python frame; None where PyTorch is built without that library.
+run_packed = torch.ops.mkldnn._linear_pointwise.default._op if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
 
 
 def packed_linear(x: Tensor, handle: int, size: int, bias: Tensor | None) -> Tensor:
@@ -457,7 +457,8 @@ class Packed:
         if version != self.version:
             self.version, self.size = version, sum(layer.out_features for layer in layers)
             self.bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers]).detach()
-            PACKED[self.handle] = torch.ops.mkldnn._reorder_linear_weight(torch.cat([layer.weight for layer in layers]).detach(), None)
+            weight = torch.cat([layer.weight for layer in layers]).detach()
+            PACKED[self.handle] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 def joined_linear(x: Tensor, *layers: "Linear") -> tuple[Tensor, ...]:
@@ -465,7 +466,8 @@ def joined_linear(x: Tensor, *layers: "Linear") -> tuple[Tensor, ...]:
     packed, size = layers[0].packed, sum(layer.out_features for layer in layers)
     if packed is None or packed.size != size or torch.is_grad_enabled() or x.dtype != layers[0].weight.dtype:
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
-    return torch.ops.eagle3.packed_linear(x, packed.handle, packed.size, packed.bias).split([layer.out_features for layer in layers], dim=-1)
+    out = torch.ops.eagle3.packed_linear(x, packed.handle, packed.size, packed.bias)
+    return out.split([layer.out_features for layer in layers], dim=-1)
 
 
 class Linear(nn.Linear):
@@ -480,6 +482,8 @@ def pack(module: nn.Module) -> None:
     """On a CPU, keep a second copy of every Linear's weight, joined with its neighbours' and packed, for forwards without gradients: half the
     time of a forward over a few tokens in bf16, a third in fp32 (the results are bitwise the same in bf16). Packs anew what has changed
     since; does nothing on other devices and for a dtype that this CPU cannot pack."""
+    if run_packed is None:
+        return
     supported = {torch.float32: lambda: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
                  torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
     for owner in module.modules():
@@ -1081,7 +1085,8 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
         slots = trained_slots(batch.spans, i)
         run = slot_losses if slots.sum() <= SLOTS_AT_ONCE else partial(checkpoint, slot_losses, use_reentrant=False)
         teacher_index = shift(batch.teacher_index, 1 + i)[slots]
-        parts = [run(head, x, batch.teacher_logits[index]) for x, index in zip(normed[slots].split(SLOTS_AT_ONCE), teacher_index.split(SLOTS_AT_ONCE))]
+        at_once = zip(normed[slots].split(SLOTS_AT_ONCE), teacher_index.split(SLOTS_AT_ONCE))
+        parts = [run(head, x, batch.teacher_logits[index]) for x, index in at_once]
         losses, guesses = (torch.cat(x) for x in zip(*parts))  # [n]: trained slots only
         summed = losses[shift(in_vocabulary, 1 + i)[slots]].sum()
         loss = loss + weights[i] * summed
@@ -2334,7 +2339,8 @@ class ForeignRow(NamedTuple):
 
 def foreign_files(folder: str | Path) -> list[str]:
     """Another trainer's rows below a folder, in the order of their numbers."""
-    found = [path for pattern in ("data_*.pt", "data_*.ckpt", "data_*.ckpt.gz", "hs_*.safetensors", "*.pt") for path in Path(folder).rglob(pattern)]
+    patterns = ("data_*.pt", "data_*.ckpt", "data_*.ckpt.gz", "hs_*.safetensors", "*.pt")
+    found = [path for pattern in patterns for path in Path(folder).rglob(pattern)]
     number = lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)]
     return list(dict.fromkeys(str(path.relative_to(folder)) for path in sorted(found, key=lambda path: (number(path), path.name))))
 
@@ -2359,7 +2365,8 @@ def read_foreign(path: Path) -> ForeignRow:
     pairs = (("aux_hidden_state", "hidden_state"), ("aux_hidden_states", "hidden_states"), ("hidden_states", "target_hiddens"))
     wide, last = next(((data[a], data[b]) for a, b in pairs if a in data and b in data), (None, None))
     if wide is None and isinstance(data.get("hidden_states"), (list, Tensor)):  # speculators
-        *blocks, last = [flat(x) for x in (data["hidden_states"] if isinstance(data["hidden_states"], list) else data["hidden_states"].unbind(-2))]
+        hidden = data["hidden_states"]
+        *blocks, last = [flat(x) for x in (hidden if isinstance(hidden, list) else hidden.unbind(-2))]
     elif wide is not None:
         last = flat(last)
         blocks = list(flat(wide).split(last.shape[-1], dim=-1))
@@ -2594,16 +2601,20 @@ def wiring_fault(matches: list[BlockMatch], other_weights: bool) -> tuple[str, s
     boundary = lambda name: int(name.split(".")[1])
     features = matches[:-1]  # the teacher stands last
     if all(m.shift for m in wrong) and len({m.shift for m in wrong}) == 1:
-        return "rows shifted by one token", f"the stored hidden states lie {wrong[0].shift:+d} token off their input_ids: extract again, unshifted"
+        return "rows shifted by one token", (f"the stored hidden states lie {wrong[0].shift:+d} token off their input_ids: extract again, "
+                                             "unshifted")
     if all(m.similarity < MATCH for m in wrong):
         if other_weights or all(m.best == m.claimed for m in wrong):
-            return "other target weights", "the features were made with other weights: serve the target that they were made with, or extract and train anew"
+            return "other target weights", ("the features were made with other weights: serve the target that they were made with, or extract "
+                                            "and train anew")
         return "foreign features", "the stored hidden states are no boundary of this target: wrong target, tokenizer or rows; extract again"
     if wrong == [matches[-1]]:
-        return "teacher and norm", f"the stored teacher {wrong[0].claimed} is {wrong[0].best}: state that (train.py --inspect DIR --target DIR --adopt)"
+        return "teacher and norm", (f"the stored teacher {wrong[0].claimed} is {wrong[0].best}: extract again, or adopt the files as what they are "
+                                    "(train.py --inspect DIR --target DIR --adopt)")
     claimed, found = (tuple(boundary(getattr(m, key)) for m in features) for key in ("claimed", "best"))
-    return explain_blocks(claimed, found), (f"the stored features are boundaries {','.join(map(str, found))}, not {','.join(map(str, claimed))}: train and serve "
-                                            f"with --layers {','.join(map(str, sorted(found)))}, in that order")
+    text = lambda boundaries: ",".join(map(str, boundaries))
+    return explain_blocks(claimed, found), (f"the stored features are boundaries {text(found)}, not {text(claimed)}: extract again, or train and "
+                                            f"serve with --layers {text(sorted(found))}, in that order")
 
 
 class FoundFeatures(NamedTuple):

@@ -375,7 +375,10 @@ def diagnose(args) -> tuple[str, str | None, dict]:
             return "wiring", "layout", {**evidence, "error": str(error)}
         other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
         indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
-        stored = [row for i in tqdm(indices, desc="stored rows", leave=False) if not (row := folder.read(i)).skipped and row.loss_mask.any()][:CHECK_ROWS]
+        stored = [folder.read(i) for i in tqdm(indices, desc="stored rows", leave=False)]
+        stored = [row for row in stored if not row.skipped and row.loss_mask[:CHECK_TOKENS].any()][:CHECK_ROWS]
+        if not stored:
+            raise ValueError(f"the first {len(indices)} rows in {folder.folder} were all skipped, or have nothing supervised")
         rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
     else:
         rows = check_rows(args.check, args, config)
@@ -420,7 +423,8 @@ def diagnose(args) -> tuple[str, str | None, dict]:
         say("the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train on these")
         return "wiring", "other target weights", evidence
     if accuracy[0] < WEAK:
-        say(f"nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the target's own answers")
+        say(f"nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the "
+            "target's own answers")
         return "weak head", None, evidence
     if held and held[0] < GENERALISES * accuracy[0]:
         say(f"it knows its training rows ({accuracy[0]:.2f}) but not others ({held[0]:.2f}): train on more rows, fewer times each")

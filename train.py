@@ -482,7 +482,8 @@ def eval_prompt(row: Row) -> list[int]:
 
 
 def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[int], out: Path, args) -> dict:
-    """Score held-out rows and, where the whole target is there, serve held-out prompts with the head as it was saved; simulate serving on the rows that serving wrote.
+    """Score held-out rows and, where the whole target is there, serve held-out prompts with the head as it was saved; simulate
+    serving on the rows that serving wrote.
 
     The last two are acceptance lengths of the same text, one measured and one predicted: where they differ, the wiring is at fault.
     """
