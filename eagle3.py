@@ -433,9 +433,10 @@ def packed_linear(x: Tensor, handle: int, size: int, bias: Tensor | None) -> Ten
     return run_packed(x, PACKED[handle], bias, "none", [], "")
 
 
-torch.library.define("eagle3::packed_linear", "(Tensor x, int handle, int size, Tensor? bias) -> Tensor")
-torch.library.impl("eagle3::packed_linear", "CPU", packed_linear)
-torch.library.register_fake("eagle3::packed_linear", lambda x, handle, size, bias: x.new_empty(*x.shape[:-1], size))
+operators = torch.library.Library("eagle3", "DEF")  # torch.ops.eagle3
+operators.define("packed_linear(Tensor x, int handle, int size, Tensor? bias) -> Tensor")
+operators.impl("packed_linear", packed_linear, "CPU")
+operators.impl("packed_linear", lambda x, handle, size, bias: x.new_empty(*x.shape[:-1], size), "Meta")
 
 
 class Packed:
@@ -2411,9 +2412,8 @@ class FeatureFolder:
     @classmethod
     def create(cls, folder: str | Path, layout: FeatureLayout, target: Target, rows: list[Row]) -> "FeatureFolder":
         """Begin a folder, or go on with one: LayoutMismatch or ValueError if it was begun for another layout, target, dtype or other rows."""
-        folder, dtype = Path(folder), str(target.norm.weight.dtype).removeprefix("torch.")
-        wanted = {"feature_layout": layout.to_dict(), "target_fingerprint": target.fingerprint, "dtype": dtype, "rows": len(rows),
-                  "rows_hash": rows_hash(rows), "group": cls.group, "teacher": f"h.{layout.num_layers}"}
+        folder = Path(folder)
+        wanted = cls._manifest(layout, f"h.{layout.num_layers}", target.fingerprint, target.norm.weight.dtype, rows)
         if (folder / "manifest.json").exists():
             own = cls(folder)
             own.layout.require(layout, f"the features in {folder}", "the asked one")
@@ -2424,9 +2424,19 @@ class FeatureFolder:
         if folder.exists() and any(not path.name.startswith(("manifest.json", "rows.safetensors")) for path in folder.iterdir()):
             raise ValueError(f"{folder} holds something else than features: extract into a new folder")
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / "rows.safetensors", {"lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
-                                                    "counts": token_counts(rows[:-held_out_count(len(rows))], target.config.vocab_size)}, {})
-        write_text(folder / "manifest.json", json.dumps(wanted, indent=1))
+        return cls._begin(folder, wanted, rows, target.config.vocab_size)
+
+    @classmethod
+    def _manifest(cls, layout: FeatureLayout, teacher: str, fingerprint: dict, dtype: torch.dtype, rows: list[Row]) -> dict:
+        return {"feature_layout": layout.to_dict(), "target_fingerprint": fingerprint, "dtype": str(dtype).removeprefix("torch."),
+                "rows": len(rows), "rows_hash": rows_hash(rows), "group": cls.group, "teacher": teacher}
+
+    @classmethod
+    def _begin(cls, folder: Path, manifest: dict, rows: list[Row], vocab_size: int) -> "FeatureFolder":
+        counts = token_counts(rows[:-held_out_count(len(rows))], vocab_size)
+        lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32)
+        write_tensors(folder / "rows.safetensors", {"lengths": lengths, "counts": counts}, {})
+        write_text(folder / "manifest.json", json.dumps(manifest, indent=1))  # last: a folder that has one is begun
         return cls(folder)
 
     @classmethod
@@ -2443,13 +2453,8 @@ class FeatureFolder:
                 raise ValueError(f"{file} holds {len(row.blocks)} blocks of {row.blocks[0].shape[1]}, {layout} means {len(layout.boundaries)} "
                                  f"of {layout.hidden_size}")
             rows.append(Row(array("i", row.tokens.tolist()), bytes(row.loss_mask.tolist()), file))
-            dtype = str(row.blocks[0].dtype).removeprefix("torch.")
-        write_tensors(folder / "rows.safetensors", {"lengths": torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
-                                                    "counts": token_counts(rows[:-held_out_count(len(rows))], vocab_size)}, {})
-        write_text(folder / "manifest.json", json.dumps({
-            "feature_layout": layout.to_dict(), "target_fingerprint": fingerprint, "dtype": dtype, "rows": len(rows), "rows_hash": rows_hash(rows),
-            "group": cls.group, "teacher": teacher, "files": files}, indent=1))
-        return cls(folder)
+            dtype = row.blocks[0].dtype
+        return cls._begin(folder, {**cls._manifest(layout, teacher, fingerprint, dtype, rows), "files": files}, rows, vocab_size)
 
     def path(self, index: int) -> Path:
         if self.files:

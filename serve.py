@@ -315,6 +315,14 @@ def check_rows(path: str, args, config: eagle3.TargetConfig) -> list[eagle3.Row]
 
 
 @torch.no_grad()
+def as_served(target: eagle3.Target, layout: FeatureLayout, rows: list[eagle3.Row]) -> tuple[list[tuple], list[dict]]:
+    """Each row's (tokens, loss_mask), and the hidden states that serving computes for it, the teacher included."""
+    tensors = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in rows]
+    boundaries = (*layout.boundaries, layout.num_layers)
+    return tensors, [{b: x[0] for b, x in target(tokens[None], boundaries=boundaries).captures.items()} for tokens, _ in tensors]
+
+
+@torch.no_grad()
 def teacher_forced(head: eagle3.DraftHead, tokens, loss_mask, captures: dict) -> list[float]:
     """Accuracy by step on these rows."""
     stats = None
@@ -340,7 +348,7 @@ def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
 
 
 def diagnose(args) -> tuple[str, str | None, dict]:
-    """verdict, cause, evidence."""
+    """verdict, cause, evidence. Raises LayoutMismatch, which check() turns into a verdict."""
     evidence: dict = {"thresholds": {"match": eagle3.MATCH, "weak_below": WEAK, "generalises_from": GENERALISES}}
     say = lambda text: print(f"  {text}")
     target = eagle3.load_target(args.target, args.dtype, args.device)
@@ -353,9 +361,8 @@ def diagnose(args) -> tuple[str, str | None, dict]:
         return "wiring", "another tokenizer", evidence
     try:
         head = eagle3.load_draft(args.draft, target, stated)
-    except eagle3.LayoutMismatch as error:
-        say(str(error))
-        return "wiring", "layout", {**evidence, "error": str(error)}
+    except eagle3.LayoutMismatch:
+        raise
     except ValueError as error:
         say(str(error))
         return "wiring", "draft vocabulary" if "d2t" in str(error) else "head and target", {**evidence, "error": str(error)}
@@ -368,11 +375,7 @@ def diagnose(args) -> tuple[str, str | None, dict]:
         if None not in prints and prints[0] != prints[1]:
             say("the features were made with another tokenizer: serve the target that they were made with")
             return "wiring", "another tokenizer", evidence
-        try:
-            layout.require_stored(folder.names, str(folder.folder))
-        except eagle3.LayoutMismatch as error:
-            say(str(error))
-            return "wiring", "layout", {**evidence, "error": str(error)}
+        layout.require_stored(folder.names, str(folder.folder))
         other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
         indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
         stored = [folder.read(i) for i in tqdm(indices, desc="stored rows", leave=False)]
@@ -382,8 +385,7 @@ def diagnose(args) -> tuple[str, str | None, dict]:
         rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
     else:
         rows = check_rows(args.check, args, config)
-    tensors = [tuple(x.to(args.device) for x in row.tensors()) for row in rows]
-    served = [{b: x[0] for b, x in target(t[None], boundaries=(*layout.boundaries, L)).captures.items()} for t, _ in tensors]
+    tensors, served = as_served(target, layout, rows)
     accuracy = teacher_forced(head, *zip(*tensors), served)
     if folder:
         names = tuple(dict.fromkeys((*layout.names, folder.teacher)))
@@ -414,8 +416,7 @@ def diagnose(args) -> tuple[str, str | None, dict]:
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, config)
-        held_tensors = [tuple(x.to(args.device) for x in row.tensors()) for row in held_rows]
-        hidden = [{b: x[0] for b, x in target(t[None], boundaries=(*layout.boundaries, L)).captures.items()} for t, _ in held_tensors]
+        held_tensors, hidden = as_served(target, layout, held_rows)
         held = evidence["accuracy_held_out"] = teacher_forced(head, *zip(*held_tensors), hidden)
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
         say(f"(d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
@@ -434,7 +435,11 @@ def diagnose(args) -> tuple[str, str | None, dict]:
 
 
 def check(args) -> dict:
-    verdict, cause, evidence = diagnose(args)
+    try:
+        verdict, cause, evidence = diagnose(args)
+    except eagle3.LayoutMismatch as error:
+        print(f"  {error}")
+        verdict, cause, evidence = "wiring", "layout", {"error": str(error)}
     print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
 
