@@ -467,6 +467,10 @@ def joined_linear(x: Tensor, *layers: "Linear") -> tuple[Tensor, ...]:
     packed, size = layers[0].packed, sum(layer.out_features for layer in layers)
     if packed is None or packed.size != size or torch.is_grad_enabled() or x.dtype != layers[0].weight.dtype:
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
+    if x.numel() == x.shape[-1] and torch.compiler.is_compiling():  # one token: the compiler's own loops read the weights faster than the library
+        wide = x.to(wide_dtype(x.dtype))
+        outs = [(layer.weight.to(wide.dtype) * wide.flatten()).sum(-1) + (0 if layer.bias is None else layer.bias) for layer in layers]
+        return tuple(out.to(x.dtype).view(*x.shape[:-1], -1) for out in outs)
     out = torch.ops.eagle3.packed_linear(x, packed.handle, packed.size, packed.bias)
     return out.split([layer.out_features for layer in layers], dim=-1)
 
