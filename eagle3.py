@@ -925,33 +925,40 @@ class TTTAttention:
     chunk = 512  # queries at once: longer rows are computed in parts, and again in the backward pass, so that no T x T tensor is kept
 
     def __init__(self):
-        self.keys, self.values = [], []
+        self.keys, self.values, self.slots = [], [], None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
+    def narrow(self, slots: Tensor) -> None:
+        """From now on the queries are those of these slots only, [B,n]."""
+        self.slots = slots
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,n,H,D], [B,n,G,D], [B,n,G,D]
         self.keys.append(k)
         self.values.append(v)
         if len(self.keys) == 1:
             return attention(q, k.transpose(1, 2), v.transpose(1, 2))
         if q.shape[1] <= self.chunk:
-            return self._part(q, 0, self.keys, self.values)
-        return torch.cat([checkpoint(self._part, part, n * self.chunk, list(self.keys), list(self.values), use_reentrant=False)
-                          for n, part in enumerate(q.split(self.chunk, dim=1))], dim=1)
+            return self._part(q, self.slots, self.keys, self.values)
+        parts = zip(*(x.split(self.chunk, dim=1) for x in (q, self.slots, *self.keys[1:], *self.values[1:])))
+        later = len(self.keys) - 1
+        return torch.cat([checkpoint(self._part, part, slots, [self.keys[0], *own[:later]], [self.values[0], *own[later:]], use_reentrant=False)
+                          for part, slots, *own in parts], dim=1)
 
     @staticmethod
-    def _part(q: Tensor, start: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """The newest step's queries at slots start..start+n-1, [B,n,H,D]; keys and values of all steps, [B,T,G,D] each."""
+    def _part(q: Tensor, slots: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """The newest step's queries [B,n,H,D] at slots [B,n]; keys and values [B,T,G,D] of step 0, [B,n,G,D] of the later ones."""
         B, n, H, D = q.shape
-        G, end = keys[0].shape[2], start + q.shape[1]
-        first_k, first_v = (x[0][:, :end].transpose(1, 2) for x in (keys, values))
+        (first_k, *own_k), (first_v, *own_v) = keys, values
+        T, G = first_k.shape[1:3]
         q = q.view(B, n, G, H // G, D)
-        causal = torch.ones(n, end, dtype=torch.bool, device=q.device).tril(start)
-        row = (q.permute(0, 2, 3, 1, 4).reshape(B, G, H // G * n, D) @ first_k.transpose(-1, -2)).view(B, G, H // G, n, end)
-        own = torch.stack([torch.einsum("btgrd,btgd->bgrt", q, key[:, start:end]) for key in keys[1:]], dim=-1)
-        scores = torch.cat([row.masked_fill(~causal, float("-inf")), own], dim=-1).to(wide_dtype(q.dtype)) * D ** -0.5
+        future = torch.arange(T, device=q.device) > slots[..., None]  # [B,n,T]
+        row = q.permute(0, 2, 3, 1, 4).reshape(B, G, H // G * n, D) @ first_k.permute(0, 2, 3, 1)
+        row = row.view(B, G, H // G, n, T).masked_fill(future[:, None, None], float("-inf"))
+        own = torch.stack([torch.einsum("btgrd,btgd->bgrt", q, key) for key in own_k], dim=-1)
+        scores = torch.cat([row, own], dim=-1).to(wide_dtype(q.dtype)) * D ** -0.5
         weights = scores.softmax(-1).to(first_v.dtype)
-        out = (weights[..., :end].reshape(B, G, H // G * n, end) @ first_v).view(B, G, H // G, n, D)
-        for i, value in enumerate(values[1:]):
-            out = out + torch.einsum("bgrt,btgd->bgrtd", weights[..., end + i], value[:, start:end])
+        out = (weights[..., :T].reshape(B, G, H // G * n, T) @ first_v.transpose(1, 2)).view(B, G, H // G, n, D)
+        for i, value in enumerate(own_v):
+            out = out + torch.einsum("bgrt,btgd->bgrtd", weights[..., T + i], value)
         return out.permute(0, 3, 1, 2, 4).reshape(B, n, H, D)
 
 
@@ -1060,48 +1067,77 @@ def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_i
     return emitted, rounds
 
 
-SLOTS_AT_ONCE = 1024
+class SlotLoss(torch.autograd.Function):
+    """Soft cross-entropy of the head's logits against the target's, summed with a weight per slot.
 
+    The gradients are made on the way, `at_once` slots at a time, while their logits are there: no logits are kept, and none made twice.
+    """
+    at_once = 256
 
-def slot_losses(head: DraftHead, normed: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """normed [n,C], teacher_logits [n,Vd] -> soft cross-entropy [n] and the head's guesses [n] (draft ids)."""
-    logits = head.lm_head(normed)
-    wide = wide_dtype(logits.dtype)
-    return F.cross_entropy(logits.to(wide), teacher_logits.to(wide).softmax(-1), reduction="none"), logits.argmax(-1)
+    @staticmethod
+    def forward(ctx, normed: Tensor, lm_head: Tensor, weights: Tensor, teacher_logits: Tensor, teacher_index: Tensor):
+        """normed [n,C], lm_head [Vd,C], weights [n], teacher_logits [M,Vd], teacher_index [n] -> weighted sum, losses [n], guesses [n]
+        (draft ids)."""
+        wide = wide_dtype(normed.dtype)
+        normed_grad, head_grad = torch.empty_like(normed), torch.zeros_like(lm_head, dtype=wide)
+        losses, guesses = [], []
+        for start in range(0, len(normed), SlotLoss.at_once):
+            part = slice(start, start + SlotLoss.at_once)
+            logits = F.linear(normed[part], lm_head)
+            log_q = logits.to(wide).log_softmax(-1)
+            p = teacher_logits[teacher_index[part]].to(wide).softmax(-1)
+            guesses.append(logits.max(-1).indices)  # argmax, a fifth of its time in bf16 on a CPU
+            losses.append(-(p * log_q).sum(-1))
+            if any(ctx.needs_input_grad):
+                grad = log_q.exp_().sub_(p).mul_(weights[part, None].to(wide)).to(logits.dtype)
+                normed_grad[part] = grad @ lm_head.to(grad.dtype)
+                head_grad += grad.T @ normed[part].to(grad.dtype)
+        ctx.save_for_backward(normed_grad, head_grad)
+        losses, guesses = torch.cat(losses), torch.cat(guesses)
+        ctx.mark_non_differentiable(losses, guesses)
+        return (losses * weights).sum(), losses, guesses
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        normed_grad, head_grad = ctx.saved_tensors
+        return grad * normed_grad, grad * head_grad, None, None, None
 
 
 def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None) -> tuple[Tensor, TTTStats]:
     """The loss to back-propagate, sum over steps of 0.8^i x (soft cross-entropy summed over counted slots / their number), and statistics.
 
     num_counted [K]: the counts over everything that shares this optimizer step (ranks, accumulated batches); default: this batch's own.
-    Gradients flow through all steps' hidden states, keys and values, as in the official code. K is len(batch.num_counted). The logits of
-    more than SLOTS_AT_ONCE are made in parts, and again in the backward pass: over the vocabulary a long row would not fit.
+    Gradients flow through all steps' hidden states, keys and values, as in the official code. K is len(batch.num_counted). Step 0 runs at
+    every slot, since later ones see its keys; the other steps only where a slot is trained.
     """
     K = len(batch.num_counted)
     B, T = batch.tokens.shape
     weights = ttt_weights(K, batch.num_counted if num_counted is None else num_counted)
-    positions = torch.arange(T, device=batch.tokens.device)[None].expand(B, T)
     in_vocabulary = head.t2d[batch.teacher_tokens]
-    correct = torch.zeros(B, T, K, dtype=torch.bool, device=batch.tokens.device)
-    loss, sums, trained = 0.0, [], []
-    hidden, context = head.fuse(batch.features), TTTAttention()
+    trained = [trained_slots(batch.spans, i) for i in range(K)]  # each within the one before
+    chains = trained[min(1, K - 1)]
+    longest = max(1, int(chains.sum(1).max()))
+    chain_slots = (~chains).long().argsort(dim=1, stable=True)[:, :longest]  # [B,n] the slots in `chains`, then others, which stay untrained
+    slots, context = torch.arange(T, device=batch.tokens.device)[None].expand(B, T), TTTAttention()
+    hidden, outputs, slot_weights, teacher_index = head.fuse(batch.features), [], [], []
     for i in range(K):
-        hidden, normed = head.step(hidden, shift(batch.tokens, 1 + i), positions + i, context)
-        slots = trained_slots(batch.spans, i)
-        run = slot_losses if slots.sum() <= SLOTS_AT_ONCE else partial(checkpoint, slot_losses, use_reentrant=False)
-        teacher_index = shift(batch.teacher_index, 1 + i)[slots]
-        at_once = zip(normed[slots].split(SLOTS_AT_ONCE), teacher_index.split(SLOTS_AT_ONCE))
-        parts = [run(head, x, batch.teacher_logits[index]) for x, index in at_once]
-        losses, guesses = (torch.cat(x) for x in zip(*parts))  # [n]: trained slots only
-        summed = losses[shift(in_vocabulary, 1 + i)[slots]].sum()
-        loss = loss + weights[i] * summed
-        right = head.draft_to_target(guesses) == shift(batch.teacher_tokens, 1 + i)[slots]
-        correct[..., i] = torch.zeros_like(slots).masked_scatter(slots, right)
-        sums.append(summed.detach())
-        trained.append(slots.sum())
+        if i == 1:
+            slots, hidden = chain_slots, gather_nodes(hidden, chain_slots)
+            context.narrow(slots)
+        hidden, normed = head.step(hidden, shift(batch.tokens, 1 + i).gather(1, slots), slots + i, context)
+        outputs.append(normed[trained[i].gather(1, slots)])
+        slot_weights.append(shift(in_vocabulary, 1 + i)[trained[i]] * weights[i].to(batch.tokens.device))
+        teacher_index.append(shift(batch.teacher_index, 1 + i)[trained[i]])
+    sizes = [len(x) for x in outputs]
+    loss, losses, guesses = SlotLoss.apply(torch.cat(outputs), head.lm_head.weight, torch.cat(slot_weights), batch.teacher_logits,
+                                           torch.cat(teacher_index))
+    correct, sums = torch.zeros(B, T, K, dtype=torch.bool, device=batch.tokens.device), []
+    for i, (found, at_slots) in enumerate(zip(head.draft_to_target(guesses).split(sizes), losses.split(sizes))):
+        right = found == shift(batch.teacher_tokens, 1 + i)[trained[i]]
+        correct[..., i] = torch.zeros_like(trained[i]).masked_scatter(trained[i], right)
+        sums.append(at_slots[shift(in_vocabulary, 1 + i)[trained[i]]].sum())
     emitted, rounds = simulate_serving(correct, batch.tokens, batch.spans, head.target.config.eos_token_ids)
-    return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.stack(trained).cpu(), correct.sum((0, 1)).cpu(),
-                          emitted, rounds)
+    return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.tensor(sizes), correct.sum((0, 1)).cpu(), emitted, rounds)
 
 
 # -----------------------------------------------------------------------------
@@ -2305,6 +2341,85 @@ def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     if raw or not tokenizer.has_chat_template:
         return tokenizer.encode("\n".join(message["content"] for message in messages), add_special_tokens=True)
     return tokenizer.encode(tokenizer.chat(messages, True))
+
+
+class Conversation:
+    """A record whose answers the target writes anew, turn by turn; `rows` are what it saw and wrote, as (tokens, loss mask).
+
+    One row holds all turns as long as the chat template renders what was said as it was said; a template that drops the thoughts of earlier
+    turns, say, makes another row. Raises ValueError for a record that asks nothing.
+    """
+
+    def __init__(self, record: dict, tokenizer):
+        self.tokenizer, self.messages, self.rows = tokenizer, [], []
+        self.turns: list[list] = []  # messages before each answer (or token ids, where the record is token ids)
+        if "input_ids" in record:
+            tokens, mask = encode_record(record, tokenizer)
+            self.turns = [tokens[:mask.index(True)] if "loss_mask" in record and True in mask else tokens]
+            return
+        if "messages" in record or "conversations" in record:
+            messages = chat_messages(record)
+        elif "turns" in record or "prompt" in record:
+            messages = [{"role": "user", "content": text} for text in record.get("turns", [record.get("prompt")])]
+        else:
+            raise ValueError("no messages, conversations, turns, prompt or input_ids")
+        for is_answer, group in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
+            if not is_answer:
+                self.turns.append(list(group))
+        if not self.turns:
+            raise ValueError("nobody asks anything")
+
+    def next_prompt(self) -> list[int] | None:
+        """The token ids to answer next; None: the conversation is over."""
+        if not self.turns:
+            return None
+        turn = self.turns.pop(0)
+        if not isinstance(turn[0], dict):
+            return turn
+        self.messages += turn
+        return encode_prompt({"messages": self.messages}, self.tokenizer)
+
+    def answer(self, prompt: list[int], output: list[int], is_whole: bool) -> None:
+        """Take the target's answer to next_prompt(); one that was cut off ends the conversation."""
+        mask = []
+        if self.rows and prompt[:len(self.rows[-1][0])] == self.rows[-1][0]:
+            mask = self.rows.pop()[1]
+        self.rows.append((prompt + output, mask + [False] * (len(prompt) - len(mask)) + [True] * len(output)))
+        if self.messages:
+            self.messages.append({"role": "assistant", "content": self.tokenizer.decode(output)})
+        if not is_whole:
+            self.turns = []
+
+    def lines(self, name: str, made: str) -> str:
+        """The rows as JSON lines; the last has the messages too, for whoever reads text. See finished_conversations."""
+        left = range(len(self.rows) - 1, -1, -1)
+        rows = [{"source": name, "made": made, "rows_left": n, "input_ids": tokens, "loss_mask": [int(m) for m in mask]}
+                for n, (tokens, mask) in zip(left, self.rows)]
+        if self.messages:
+            rows[-1]["messages"] = self.messages
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def finished_conversations(path: Path, made: str) -> set[str]:
+    """The sources whose rows are whole in `path`, made with the same settings; a rest that was being written when a run ended is cut off."""
+    done, at, whole = set(), 0, 0
+    if path.exists():
+        with path.open("rb+") as file:
+            for line in file:
+                try:
+                    row, at = json.loads(line), at + len(line)
+                except ValueError:
+                    if line.endswith(b"\n") or not line.startswith(b'{"source": '[:len(line)]):
+                        raise ValueError(f"{path} is not a file that --regenerate wrote: choose another name") from None
+                    break
+                if not isinstance(row, dict) or row.get("made") != made:
+                    raise ValueError(f"{path} was made with other settings (target, --data, sampling, limits, seed or number of processes): choose "
+                                     "another name")
+                if line.endswith(b"\n") and row["rows_left"] == 0:
+                    done.add(row["source"])
+                    whole = at
+            file.truncate(whole)
+    return done
 
 
 # -----------------------------------------------------------------------------

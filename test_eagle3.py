@@ -581,7 +581,7 @@ def test_long_rows_computed_in_parts_give_the_same_loss_and_gradients(target, mo
     results = []
     for chunk, slots in ((512, 1024), (7, 9)):
         monkeypatch.setattr(TTTAttention, "chunk", chunk)
-        monkeypatch.setattr(eagle3, "SLOTS_AT_ONCE", slots)
+        monkeypatch.setattr(eagle3.SlotLoss, "at_once", slots)
         head = random_head(target)
         loss, stats = ttt_loss(head, ttt_batch(head, target, rows, 5))
         loss.backward()
@@ -1330,6 +1330,38 @@ def test_the_chat_mask_covers_each_answer_with_its_end_of_turn_token(tokenizer_f
     assert tokenizer.tokenizer.decode([t for t, s in zip(tokens, spans) if s], skip_special_tokens=False) == "yo<|end|>b<|end|>"
 
 
+def test_a_conversation_answered_anew_is_one_row_while_the_template_keeps_what_was_said(tokenizer_folder):
+    tokenizer = eagle3.load_tokenizer(tokenizer_folder)
+    end = tokenizer.tokenizer.token_to_id("<|end|>")
+    record = {"conversations": [{"from": "gpt", "value": "lost"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "old"},
+                                {"from": "human", "value": "a"}, {"from": "gpt", "value": "older"}, {"from": "human", "value": "b"}]}
+    written = [[*tokenizer.encode("new"), end], [*tokenizer.encode("newer"), end], tokenizer.encode("cut o")]
+
+    def answer_all(conversation, edit=lambda ids: ids):
+        for output in written:
+            prompt = edit(conversation.next_prompt())
+            conversation.answer(prompt, output, output[-1] == end)
+        assert conversation.next_prompt() is None
+        return conversation.rows
+
+    (tokens, mask), = answer_all(eagle3.Conversation(record, tokenizer))
+    show = lambda ids: tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+    assert show(tokens) == ("<|user|>hi<|end|>\n<|assistant|>new<|end|>\n<|user|>a<|end|>\n<|assistant|>newer<|end|>\n"
+                            "<|user|>b<|end|>\n<|assistant|>cut o")
+    assert show([t for t, m in zip(tokens, mask) if m]) == "new<|end|>newer<|end|>cut o"
+    forgetful = eagle3.Conversation(record, tokenizer)
+    rows = answer_all(forgetful, lambda ids: ids[-9:])  # a template that drops what came before
+    assert len(rows) == 3 and [sum(m for m in mask) for _, mask in rows] == [len(output) for output in written]
+    lines = [json.loads(line) for line in forgetful.lines("file:1", "m").splitlines()]
+    assert [line["rows_left"] for line in lines] == [2, 1, 0] and lines[-1]["messages"][-1] == {"role": "assistant", "content": "cut o"}
+    stopped = eagle3.Conversation(record, tokenizer)
+    stopped.answer(stopped.next_prompt(), tokenizer.encode("cut"), False)
+    assert stopped.next_prompt() is None, "an answer that was cut off ends the conversation"
+    for bad, why in (({"messages": [{"role": "assistant", "content": "x"}]}, "nobody asks"), ({"text": "x"}, "no messages")):
+        with pytest.raises(ValueError, match=why):
+            eagle3.Conversation(bad, tokenizer)
+
+
 def test_every_row_format_is_read_and_what_is_skipped_or_cut_is_counted_with_its_reason(tmp_path, tokenizer_folder):
     tokenizer, file = eagle3.load_tokenizer(tokenizer_folder), tmp_path / "rows.jsonl"
     records = [{"text": "plain text"}, {"prompt": "question", "completion": "an answer"}, {"input_ids": [1, 2, 3, 4]},
@@ -1777,6 +1809,41 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     swap = {"2,4,5": "2,4,6", tmp_path / "offline": tmp_path / "wrong"}
     wrong = run_script("train.py", *[swap.get(x, x) for x in stored], "--features", features, check=2)
     assert "does not hold h.6" in wrong.stderr
+
+
+def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_goes_on_to_the_same_rows(project, tmp_path):
+    target, out = load_target(project / "target"), tmp_path / "own.jsonl"
+    command = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 12,
+               "--regenerate")
+    summary = json.loads(run_script("train.py", *command, out).stdout.splitlines()[-1])
+    made = {line["source"]: line for line in map(json.loads, out.read_text().splitlines())}
+    given = [json.loads(line)["input_ids"][:4] for line in (project / "rows.jsonl").read_text().splitlines()]
+    assert summary["conversations"] == len(made) == len(given) == 60 and summary["skipped"] == 0
+    for n, (prompt, request) in enumerate(zip(given, generate(target, given, 12)), 1):
+        row = made[f"rows.jsonl:{n}"]
+        assert row["input_ids"] == prompt + request.output and row["loss_mask"] == [0] * 4 + [1] * len(request.output), n
+    whole = out.read_bytes()
+    out.write_bytes(whole[:len(whole) // 2])  # killed in the middle of a line
+    assert json.loads(run_script("train.py", *command, out).stdout.splitlines()[-1])["conversations"] == 60
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    processes = [subprocess.Popen(list(map(str, (sys.executable, HERE / "train.py", *command, tmp_path / "shared.jsonl"))), stdout=subprocess.DEVNULL,
+                                  stderr=subprocess.DEVNULL, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)]
+    assert [process.wait() for process in processes] == [0, 0]
+    shared = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"shared.{rank}.jsonl").read_text().splitlines()]
+    assert {row["source"]: row["input_ids"] for row in shared} == {name: row["input_ids"] for name, row in made.items()} and len(shared) == 60
+    sampled = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, slots in zip(sampled, (4, 3)):
+        run_script("train.py", *command, file, "--temperature", 1, "--max-batch", slots)
+    a, b = ({row["source"]: row["input_ids"] for row in map(json.loads, file.read_text().splitlines())} for file in sampled)
+    assert a == b and a != {name: row["input_ids"] for name, row in made.items()}, "a conversation's seed does not depend on the batch it is in"
+    refused = run_script("train.py", *command, out, "--temperature", 1, check=2)
+    assert "other settings" in refused.stderr and sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines()), "nothing is lost"
+    (tmp_path / "notes.txt").write_text("do not touch")
+    assert "not a file that --regenerate wrote" in run_script("train.py", *command, tmp_path / "notes.txt", check=2).stderr
+    assert (tmp_path / "notes.txt").read_text() == "do not touch"
+    trained = run_script("train.py", *[out if x == project / "rows.jsonl" else x for x in train_args(project, tmp_path / "head", 3)])
+    usable = sum(sum(row["loss_mask"]) > 1 for row in made.values())
+    assert json.loads(trained.stdout.splitlines()[-1])["rows"] == usable - 1 > 50, "all but those that say nothing, and one held out"
 
 
 def test_extraction_says_what_disk_it_needs_and_a_full_disk_is_one_line_and_resumed_after(project, tmp_path):

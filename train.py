@@ -4,6 +4,7 @@
     python train.py                                                      the demo: a small target and its head, from nothing
     torchrun train.py --target DIR --data FILE.jsonl --out DIR           a head for a real target; features are made on the fly
     torchrun train.py --target DIR --data FILE.jsonl --out DIR --resume  go on with an interrupted run, to the same losses
+    torchrun train.py --target DIR --data FILE.jsonl --regenerate OUT.jsonl   the target's own answers, to train on; goes on with what is missing
     torchrun train.py --target DIR --data FILE.jsonl --extract DIR       store the features; goes on with what is missing
     python train.py --inspect DIR [--target DIR] [--adopt]               what stored features are, another trainer's too
     torchrun train.py --target DIR --features DIR --out DIR              a head from stored features, without the target's layers
@@ -12,6 +13,8 @@ A row of FILE.jsonl has OpenAI `messages`, ShareGPT `conversations`, `prompt` + 
 --out becomes the head's folder (config.json, model.safetensors), with metrics.jsonl and checkpoint/ inside.
 """
 import argparse
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -19,7 +22,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,6 +48,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--target", help="the target's Hugging Face folder (with no --target: the demo)")
     add("--data", action="append", default=[], help="JSONL file of training rows; may be given several times")
     add("--held-out", help="JSONL file of held-out rows (default: the last 1 %% of the rows)")
+    add("--regenerate", metavar="OUT.jsonl", help="write rows in which the target itself answers the prompts of --data, all turns")
     add("--extract", metavar="DIR", help="store the hidden states of all rows there; several processes share the rows")
     add("--features", metavar="DIR", help="train on hidden states stored by --extract, instead of --data")
     add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns really are")
@@ -65,6 +69,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--seed", type=int, default=0, help="initial weights and order of the rows")
     add("--save-every", type=int, default=200, help="optimizer steps between checkpoints (0 = only at the end)")
+    # --regenerate
+    add("--max-new-tokens", type=int, default=1024, help="--regenerate: tokens per answer; one that is cut off ends its conversation")
+    add("--max-batch", type=int, default=32, help="--regenerate: conversations at once")
+    add("--temperature", type=float, default=0.0, help="--regenerate: 0 = the most likely token")
+    add("--top-p", type=float, default=1.0, help="--regenerate: sample from the most likely tokens that together reach p (1 = all)")
     # machine
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"],
         help="of the target and of products; master weights are fp32 at least")
@@ -82,15 +91,14 @@ def parse_args(argv=None) -> argparse.Namespace:
         args = parser.parse_args(argv)
         if args.resume or args.layers or args.held_out:
             raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers or --held-out")
-    if bool(args.target) != bool(args.data or args.features) or bool(args.target) != bool(args.out or args.extract):
-        raise ValueError("--target, --data and --out (or --extract) go together, or --target, --features and --out (with none of them, "
-                         "train.py runs the demo)")
-    if bool(args.data) == bool(args.features) and args.target or args.extract and (args.features or args.out):
-        raise ValueError("--data with --out trains, --data with --extract stores features, --features with --out trains on those: one at a time")
+    jobs = [job for job in (args.out, args.extract, args.regenerate) if job]
+    if len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target) or args.features and not args.out:
+        raise ValueError("a real target takes --target, --data and one of --out, --extract and --regenerate; or --target, --features and --out (with "
+                         "none of them, train.py runs the demo)")
     if args.features and (args.held_out or args.max_length):
         raise ValueError("--features hold the rows as they were extracted: --held-out and --max-length belong to --data")
     args.max_length = args.max_length or 2048
-    for name in ("ttt_steps", "batch_size", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size", "save_every"):
+    for name in ("ttt_steps", "batch_size", "max_batch", "max_new_tokens", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size", "save_every"):
         least = 0 if name == "save_every" else 1
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
@@ -161,11 +169,84 @@ class StoredRows:
         return eagle3.prepare_ttt(head, tokens, loss_mask, captures, self.args.ttt_steps, self.names(loaded))
 
 
+def processes() -> tuple[int, int]:
+    """Which of how many processes this is: --extract and --regenerate share their rows so, without talking."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def regenerate(args) -> dict:
+    """Let the target answer the prompts of --data itself, all turns, many conversations at once; appends each one when it is over."""
+    rank, world = processes()
+    out = Path(args.regenerate)
+    out = out.with_suffix(f".{rank}{out.suffix}") if world > 1 else out
+    print(f"eagle3 regenerate: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, process {rank} of {world}")
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
+    length = min(args.max_length, target.config.max_position_embeddings)
+    settings = [target.fingerprint, [(Path(file).name, Path(file).stat().st_size) for file in args.data], length, args.max_new_tokens,
+                args.temperature, args.top_p, args.seed, args.dtype, rank, world]
+    made = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+    done = eagle3.finished_conversations(out, made)
+    records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
+    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length).compile()
+    running, report, tokens, begun = {}, Counter(), 0, time.perf_counter()  # running: request -> conversation, its name and index
+    with out.open("a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="", disable=rank > 0) as bar:
+
+        def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
+            """Submit the conversation's next turn; write it when there is none, or no room for an answer."""
+            try:
+                prompt = conversation.next_prompt()
+            except ValueError:  # the chat template refuses this turn: keep those before it
+                if not conversation.rows:
+                    raise
+                prompt = None
+            room = length - len(prompt or ())
+            if prompt and room >= 2:
+                sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed + index)
+                request = engine.submit(prompt, min(room, args.max_new_tokens), sampling=sampling)
+                running[request] = (conversation, name, index)
+                return
+            if not conversation.rows:
+                raise ValueError("the prompt leaves no room for an answer under --max-length")
+            file.write(conversation.lines(name, made))
+            file.flush()
+            bar.update()
+
+        while True:
+            while len(running) < 2 * args.max_batch and (found := next(records, None)):
+                index, (name, record) = found
+                if index % world != rank or name in done:
+                    continue
+                try:
+                    if record is None:
+                        raise ValueError("not a JSON object in UTF-8")
+                    go_on(eagle3.Conversation(record, tokenizer() if "input_ids" not in record else None), name, index)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    report[f"skipped: {error}" if isinstance(error, ValueError) else f"skipped: malformed ({type(error).__name__}: {error})"] += 1
+            if not engine.busy:
+                break
+            for request, new in engine.step():
+                tokens += len(new)
+                if request.finish_reason is None or request not in running:  # a short answer comes in two parts: the prefill's token, then the round's
+                    continue
+                conversation, name, index = running.pop(request)
+                if request.finish_reason == "error":
+                    raise ValueError(f"the target's logits were not finite for {name}: check its weights and --dtype")
+                conversation.answer(request.prompt, request.output, request.finish_reason == "stop")
+                go_on(conversation, name, index)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):.0f} tok/s", refresh=False)
+        rows = bar.n
+    for reason, count in report.most_common():
+        print(f"  {count} records {reason}")
+    return {"out": str(out), "conversations": rows, "skipped": report.total(), "tokens": tokens,
+            "tok_s": round(tokens / (time.perf_counter() - begun), 1)}
+
+
 def extract(args) -> dict:
     """Store the target's hidden states of all rows, or of what is missing; this process takes every WORLD_SIZE-th row."""
     config = eagle3.read_target_config(args.target)
     layout = stated_layout(config, args)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = processes()
     print(f"eagle3 extract: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, process {rank} of {world}")
     target = eagle3.load_target(args.target, args.dtype, args.device)
     eagle3.pack(target)
@@ -573,8 +654,8 @@ def main() -> dict:
     args = parse_args()
     if args.inspect:
         return inspect(args)
-    if args.extract:  # the processes share the rows, and do not talk
-        return extract(args)
+    if args.extract or args.regenerate:  # the processes share the rows, and do not talk
+        return extract(args) if args.extract else regenerate(args)
     eagle3.require_one_process()
     try:
         return train(args) if args.target else demo(args)
