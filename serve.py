@@ -10,9 +10,11 @@ A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prom
 """
 import argparse
 import time
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -38,6 +40,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
+    add("--plot", metavar="FILE.png|svg", help="--bench: draw speed-up and acceptance by prompt category and by depth, and where a round's time goes")
     add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
     add("--max-batch", type=int, default=1, help="prompts decoded at once in --bench")
@@ -71,8 +74,8 @@ def parse_args(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
     if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
-    if (args.replay is not None or args.peer) and not args.bench:
-        raise ValueError("--replay and --peer belong to --bench")
+    if (args.replay is not None or args.peer or args.plot) and not args.bench:
+        raise ValueError("--replay, --peer and --plot belong to --bench")
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
     eagle3.torch_device(args.device)
@@ -144,7 +147,13 @@ def rounded(x: float | None, digits: int = 3) -> float | None:
     return None if x is None else round(x, digits)
 
 
-def bench_prompts(args, config: eagle3.TargetConfig) -> list[list[int]]:
+class Prompt(NamedTuple):
+    name: str      # file:line
+    category: str  # as in the file; "all" where it names none
+    ids: list[int]
+
+
+def bench_prompts(args, config: eagle3.TargetConfig) -> list[Prompt]:
     prompts, tokenizer = [], cache(partial(eagle3.load_tokenizer, args.target))
     for name, record in eagle3.read_records(args.bench):
         if args.limit is not None and len(prompts) == args.limit:
@@ -160,7 +169,7 @@ def bench_prompts(args, config: eagle3.TargetConfig) -> list[list[int]]:
         if not 1 <= len(prompt) <= room or min(prompt) < 0 or max(prompt) >= config.vocab_size:
             raise ValueError(f"{name}: a prompt needs 1 to {room} ids (the context less --max-new-tokens) within 0..{config.vocab_size - 1}: "
                              f"got {len(prompt)} ids")
-        prompts.append(prompt)
+        prompts.append(Prompt(name, str(record.get("category", "all")), prompt))
     if not prompts:
         raise ValueError(f"{args.bench} holds no prompt")
     return prompts
@@ -224,6 +233,40 @@ class Peer:
         return time.perf_counter() - begun, new
 
 
+@dataclass
+class Tally:
+    """What --bench saw of one category of prompts."""
+    prompts: int = 0
+    ratios: list[float] = field(default_factory=list)  # speed-up by batch
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    def summary(self, depth: int) -> dict:
+        return {"prompts": self.prompts, "speedup": rounded(median(self.ratios)), "acceptance_length": rounded(self.stats.acceptance_length),
+                "per_position_acceptance": [rounded(a) for a in self.stats.per_position_acceptance(depth)]}
+
+
+def plot_bench(picture: str, by_category: dict[str, dict], per_position: list[float], ms_plain: float | None, times: dict) -> None:
+    pyplot = eagle3.require_pyplot()
+    figure, ((speed, length), (depths, parts)) = pyplot.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
+    for axes, key, title in ((speed, "speedup", "speed-up over plain decoding (median)"), (length, "acceptance_length", "acceptance length")):
+        bars = axes.barh(list(by_category), [summary[key] or 0 for summary in by_category.values()], color="tab:blue")
+        axes.bar_label(bars, fmt="%.2f", padding=2)
+        axes.axvline(1, color="black", linewidth=1)
+        axes.invert_yaxis()
+        axes.set_title(title)
+    depths.bar(range(1, len(per_position) + 1), per_position, color="tab:green")
+    depths.set(title="share of rounds in which a guess at this depth was accepted", xlabel="depth", ylim=(0, 1))
+    parts.barh(["plain step"], [ms_plain or 0], color="tab:gray", label="plain")
+    left = 0.0
+    for name, color in (("draft", "tab:orange"), ("verify", "tab:blue"), ("host", "tab:red")):
+        parts.barh(["round"], [times[name] or 0], left=left, color=color, label=name)
+        left += times[name] or 0
+    parts.set(title="where a round's time goes (medians)", xlabel="ms")
+    parts.legend()
+    figure.savefig(picture)
+    print(f"drew {picture}")
+
+
 def timed(engine: Engine, prompts: list[list[int]], args):
     begun = time.perf_counter()
     requests = eagle3.run_requests(engine, prompts, args.max_new_tokens, sampling=args.sampling)
@@ -236,24 +279,25 @@ def bench(args) -> dict:
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = bench_prompts(args, target.config)
-    longest = max(map(len, prompts)) + args.max_new_tokens
+    longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
     kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
     engines = {"plain": Engine(target, max_batch=args.max_batch, max_length=longest),
                "spec": kind(target, head, spec, max_batch=args.max_batch, max_length=longest)}
     peer = Peer(args) if args.peer else None
     if peer:
-        peer.seconds(prompts[:1])
+        peer.seconds([prompts[0].ids])
     for engine in engines.values() if args.no_compile else tqdm(engines.values(), desc="compiling", unit="engine"):  # warm-up, not timed
         if not args.no_compile:
             engine.compile()
-        eagle3.run_requests(engine, prompts[:args.max_batch], min(8, args.max_new_tokens), sampling=args.sampling)
+        eagle3.run_requests(engine, [prompt.ids for prompt in prompts[:args.max_batch]], min(8, args.max_new_tokens), sampling=args.sampling)
         engine.times = {name: [] for name in engine.times}
     seconds, tokens = {"plain": 0.0, "spec": 0.0, "peer": 0.0}, {"plain": 0, "spec": 0, "peer": 0}
-    stats, ratios, identical, ties, plain_steps = SpecStats(), [], 0, 0, 0
+    stats, ratios, identical, ties, plain_steps, tallies, by_prompt = SpecStats(), [], 0, 0, 0, {}, []
     shapes = spec if isinstance(spec, tuple) else (spec,)
     ceiling, depth = max(shape.ceiling for shape in shapes), max(shape.num_steps for shape in shapes)
     for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
-        batch, results, took = prompts[start:start + args.max_batch], {}, {}
+        chosen, results, took = prompts[start:start + args.max_batch], {}, {}
+        batch = [prompt.ids for prompt in chosen]
         order = ("plain", "spec") if args.replay is not None or start // args.max_batch % 2 == 0 else ("spec", "plain")
         for name in order:
             if args.replay is not None and name == "spec":
@@ -266,9 +310,14 @@ def bench(args) -> dict:
             seconds["peer"], tokens["peer"] = seconds["peer"] + took["peer"], tokens["peer"] + new
         rate = {name: sum(len(r.output) for r in results[name]) / took[name] for name in results}
         ratios.append(rate["spec"] / rate["plain"])
-        for prompt, plain, fast in zip(batch, results["plain"], results["spec"]):
-            stats, plain_steps = stats + fast.stats, plain_steps + fast.plain_steps
-            parted = eagle3.first_divergence(target, prompt, plain.output, fast.output, args.sampling)
+        names = {prompt.category for prompt in chosen}
+        tally = tallies.setdefault(names.pop() if len(names) == 1 else "mixed", Tally())
+        tally.prompts, tally.ratios = tally.prompts + len(chosen), tally.ratios + [ratios[-1]]
+        for prompt, plain, fast in zip(chosen, results["plain"], results["spec"]):
+            stats, plain_steps, tally.stats = stats + fast.stats, plain_steps + fast.plain_steps, tally.stats + fast.stats
+            if fast.stats.rounds:
+                by_prompt.append((fast.stats.acceptance_length, prompt.name))
+            parted = eagle3.first_divergence(target, prompt.ids, plain.output, fast.output, args.sampling)
             identical += parted is None
             if parted is not None:
                 ties += parted[1] < TIE[args.dtype]
@@ -289,6 +338,9 @@ def bench(args) -> dict:
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
           f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included"
           + (f"; transformers {rate['peer']:.1f} tok/s" if peer else ""))
+    by_category = {name: tally.summary(depth) for name, tally in tallies.items()}
+    if args.plot:
+        plot_bench(args.plot, by_category, stats.per_position_acceptance(depth), ms_plain, times)
     return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
             "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None,
             "spec": "auto" if isinstance(spec, tuple) else [spec.num_steps, spec.topk, spec.num_draft_tokens],
@@ -299,6 +351,7 @@ def bench(args) -> dict:
             "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling,
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
             "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
+            "by_category": by_category, "worst": [{"prompt": name, "acceptance_length": rounded(length)} for length, name in sorted(by_prompt)[:10]],
             "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 

@@ -1862,6 +1862,32 @@ def test_extraction_says_what_disk_it_needs_and_a_full_disk_is_one_line_and_resu
     assert folder.missing() == []
 
 
+def test_bench_times_training_by_part_and_plots_are_drawn_from_what_was_measured(project, tmp_path):
+    result = run_script("train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--bench", "--steps", 4, "--dtype", "float32",
+                        "--batch-size", 4, "--ttt-steps", 3)
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["steps"] == 4 and set(summary["ms"]) == {"target", "teacher", "forward", "backward", "optimizer"} and min(summary["ms"].values()) > 0
+    assert 0 < summary["tok_s"] < summary["head_tok_s"] and 0 < summary["before_gb"] <= summary["peak_gb"] and 0 < summary["trained"] < 1
+    refused = run_script("train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--bench", "--batch-size", 60, check=2)
+    assert "smaller --batch-size" in refused.stderr
+
+    run_script("train.py", *train_args(project, tmp_path / "head", 12, "--plot", tmp_path / "run.svg"))
+    first = (tmp_path / "run.svg").read_text()
+    run_script("train.py", "--out", tmp_path / "head", "--plot", tmp_path / "again.svg")
+    assert first.count("<path") > 20 and (tmp_path / "again.svg").read_text().count("<path") == first.count("<path")
+    assert "not there" in run_script("train.py", "--out", tmp_path, "--plot", tmp_path / "x.svg", check=2).stderr
+    prompts = [{"input_ids": prompt, "category": name} for prompt, name in zip(random_prompts([6, 7, 8, 9]), ["poetry", "poetry", "prose", "prose"])]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    result = run_script("serve.py", "--target", project / "target", "--draft", tmp_path / "head", "--bench", tmp_path / "prompts.jsonl", "--no-compile",
+                        "--max-new-tokens", 20, "--num-steps", 3, "--draft-topk", 1, "--num-draft-tokens", 4, "--plot", tmp_path / "bench.png")
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert {name: found["prompts"] for name, found in summary["by_category"].items()} == {"poetry": 2, "prose": 2}
+    assert len(summary["worst"]) == 4 and summary["worst"][0]["acceptance_length"] == min(w["acceptance_length"] for w in summary["worst"])
+    lengths = [found["acceptance_length"] for found in summary["by_category"].values()]
+    assert min(lengths) <= summary["acceptance_length"] <= max(lengths)
+
+
 def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(project, tmp_path):
     run_script("train.py", *train_args(project, tmp_path / "draft", 5, "--layers", "embed,3,5"))
     pair = ("--target", project / "target", "--draft", tmp_path / "draft")

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shutil
 import sys
 import sysconfig
@@ -39,6 +40,7 @@ from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, S
 
 DEMO, DEMO_STEPS = Path("runs/demo"), (170, 90)  # optimizer steps of the demo's target and head
 EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
+BENCH_WARMUP = 3  # optimizer steps of --bench that are not timed
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -54,6 +56,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns really are")
     add("--adopt", action="store_true", help="--inspect another trainer's files and write the manifest that --features needs")
     add("--out", help="the head's folder, made by this run")
+    add("--bench", action="store_true", help="time optimizer steps part by part (--steps, default 20), and the peak memory, instead of training")
+    add("--plot", metavar="FILE.png|svg", help="draw the run in --out (after it, or alone: with no --target)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
     add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
@@ -86,15 +90,20 @@ def parse_args(argv=None) -> argparse.Namespace:
         if args.data or args.out or args.extract or args.features:
             raise ValueError("--inspect takes only --target, --adopt and --layers")
         return args
+    if args.plot and args.out and not args.target:
+        return args
     if not args.target:  # the demo has smaller defaults
         parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
         args = parser.parse_args(argv)
         if args.resume or args.layers or args.held_out:
             raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers or --held-out")
-    jobs = [job for job in (args.out, args.extract, args.regenerate) if job]
-    if len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target) or args.features and not args.out:
-        raise ValueError("a real target takes --target, --data and one of --out, --extract and --regenerate; or --target, --features and --out (with "
-                         "none of them, train.py runs the demo)")
+    jobs = [job for job in (args.out, args.bench, args.extract, args.regenerate) if job]
+    if (len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target)
+            or args.features and not (args.out or args.bench)):
+        raise ValueError("a real target takes --target, --data and one of --out, --bench, --extract and --regenerate; or --target, --features and "
+                         "one of --out and --bench (with none of them, train.py runs the demo)")
+    if args.plot and not args.out:
+        raise ValueError("--plot draws the run in --out: give that, too")
     if args.features and (args.held_out or args.max_length):
         raise ValueError("--features hold the rows as they were extracted: --held-out and --max-length belong to --data")
     args.max_length = args.max_length or 2048
@@ -134,13 +143,11 @@ class OnlineRows:
     def names(self, rows: list[Row]) -> list[str]:
         return [row.name for row in rows]
 
-    def prepare(self, head: DraftHead, rows: list[Row]) -> TTTBatch:
-        """Run the target over rows and keep what the head learns from."""
+    def inputs(self, layout: FeatureLayout, rows: list[Row]) -> tuple:
+        """Tokens, loss mask and hidden states, as prepare_ttt takes them: the target's pass."""
         tokens, loss_mask = eagle3.collate(rows, self.args.device)
-        layout = head.config.layout
         with torch.no_grad():
-            captures = self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
-        return eagle3.prepare_ttt(head, tokens, loss_mask, captures, self.args.ttt_steps, self.names(rows))
+            return tokens, loss_mask, self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
 
 
 class StoredRows:
@@ -160,13 +167,17 @@ class StoredRows:
     def names(self, loaded: list[tuple[Row, dict]]) -> list[str]:
         return [row.name for row, _ in loaded]
 
-    def prepare(self, head: DraftHead, loaded: list[tuple[Row, dict]]) -> TTTBatch:
+    def inputs(self, layout: FeatureLayout, loaded: list[tuple[Row, dict]]) -> tuple:
         rows = [row for row, _ in loaded]
         tokens, loss_mask = eagle3.collate(rows, self.args.device)
         pad = lambda hidden: F.pad(hidden, (0, 0, 0, tokens.shape[1] - len(hidden)))
         captures = {b: torch.stack([pad(hidden[name]) for _, hidden in loaded]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
                     for b, name in self.boundaries.items()}
-        return eagle3.prepare_ttt(head, tokens, loss_mask, captures, self.args.ttt_steps, self.names(loaded))
+        return tokens, loss_mask, captures
+
+
+def prepare(head: DraftHead, source: OnlineRows | StoredRows, loaded: list, ttt_steps: int) -> TTTBatch:
+    return eagle3.prepare_ttt(head, *source.inputs(head.config.layout, loaded), ttt_steps, source.names(loaded))
 
 
 def processes() -> tuple[int, int]:
@@ -374,9 +385,13 @@ def autocast(args):
     return torch.autocast(args.device.split(":")[0], torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
 
 
+def new_optimizer(head: DraftHead, args) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
 def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], args) -> tuple[TTTStats, float]:
     """One optimizer step over accumulated batches; returns its statistics and the gradient norm before clipping."""
-    prepared = [source.prepare(head, rows) for rows in loaded if rows]
+    prepared = [prepare(head, source, rows, args.ttt_steps) for rows in loaded if rows]
     zeros = torch.zeros(args.ttt_steps)
     stats, norm = TTTStats(zeros.double(), zeros.long(), zeros.long(), zeros.long(), 0, 0), torch.zeros(())
     if not prepared:  # every row of this step was skipped by --extract
@@ -491,7 +506,7 @@ def train(args) -> dict:
     head, source, held_source, held_out, skipped = offline(args) if args.features else online(args)
     lengths = source.lengths
     print(f"{len(lengths)} rows to train on, {len(held_out)} held out, {skipped} skipped")
-    optimizer = torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = new_optimizer(head, args)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
     settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps,
@@ -537,6 +552,76 @@ def train(args) -> dict:
             "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, held_source, held_out, out, args)}
 
 
+BENCH_PARTS = ("target", "teacher", "forward", "backward", "optimizer")
+
+
+def bench(args) -> dict:
+    """Time optimizer steps on the rows, part by part; nothing is saved."""
+    head, source, *_ = offline(args) if args.features else online(args)
+    memory = lambda: (torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9
+    optimizer, before, laps, tokens, slots = new_optimizer(head, args), memory(), [], 0, 0
+    batches = eagle3.epoch_batches(source.lengths, args.batch_size, args.seed, 0)[:BENCH_WARMUP + (args.steps or 20)]
+    if len(batches) <= BENCH_WARMUP:
+        raise ValueError(f"--bench warms up with {BENCH_WARMUP} batches: there are only {len(batches)}; give more rows, or a smaller --batch-size")
+    for step, indices in enumerate(tqdm(batches, desc="steps", unit="step")):
+        loaded, watch = source.load(indices), eagle3.Stopwatch(torch.device(args.device))
+        watch.mark()
+        inputs = source.inputs(head.config.layout, loaded)
+        watch.mark()
+        batch = eagle3.prepare_ttt(head, *inputs, args.ttt_steps, source.names(loaded))
+        watch.mark()
+        with autocast(args):
+            loss, stats = eagle3.ttt_loss(head, batch)
+        watch.mark()
+        optimizer.zero_grad()
+        loss.backward()
+        watch.mark()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimizer.step()
+        watch.mark()
+        loss.item()  # on a GPU: wait for the step
+        if step >= BENCH_WARMUP:
+            laps.append(watch.laps())
+            tokens, slots = tokens + sum(source.lengths[i] for i in indices), slots + int(stats.num_trained[0])
+    ms = {part: sum(times) for part, times in zip(BENCH_PARTS, zip(*laps))}
+    total, peak = sum(ms.values()), memory()
+    print(f"{len(laps)} steps of {tokens / len(laps):.0f} tokens, {100 * slots / tokens:.0f} % trained, {args.ttt_steps} training-time-test steps: "
+          + ", ".join(f"{part} {time / len(laps):.0f} ms ({100 * time / total:.0f} %)" for part, time in ms.items()))
+    rate, apart = 1000 * tokens / total, 1000 * tokens / (total - ms["target"])
+    print(f"{rate:.0f} tok/s, {apart:.0f} with the {'reading of features' if args.features else 'target pass'} apart; "
+          f"peak memory {peak:.2f} GB, {before:.2f} of it before the first step")
+    return {"steps": len(laps), "tokens": tokens, "trained": round(slots / tokens, 3), "tok_s": round(rate, 1), "head_tok_s": round(apart, 1),
+            "ms": {part: round(time / len(laps), 1) for part, time in ms.items()}, "peak_gb": round(peak, 3), "before_gb": round(before, 3),
+            "dtype": args.dtype, "device": args.device, "torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def plot(metrics: Path, picture: Path) -> None:
+    """Loss, accuracy by step and simulated acceptance length against training tokens, from a run's metrics.jsonl."""
+    if not metrics.is_file():
+        raise FileNotFoundError(f"{metrics} is not there: --plot draws the run in --out")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    pyplot = eagle3.require_pyplot()
+    span = max(1, len(lines) // 50)  # each point is the mean of so many optimizer steps
+    groups = [lines[i:i + span] for i in range(0, len(lines) - span + 1, span)]
+    mean = lambda of: [sum(map(of, group)) / span for group in groups]
+    tokens = [group[-1]["tokens"] / 1e6 for group in groups]
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    left.plot(tokens, mean(lambda line: line["loss"]), color="tab:blue")
+    left.set_title("loss")
+    steps = len(lines[0]["accuracy"])
+    for step in range(steps):
+        middle.plot(tokens, mean(lambda line: line["accuracy"][step]), color=pyplot.cm.viridis(0.9 * step / max(1, steps - 1)), label=f"step {step}")
+    middle.set_title("accuracy on training rows")
+    middle.legend(fontsize="x-small")
+    right.plot(tokens, mean(lambda line: line["simulated_acceptance_length"]), color="tab:green")
+    right.set_title("simulated acceptance length on training rows")
+    for axes in (left, middle, right):
+        axes.set_xlabel("million tokens")
+        axes.grid(alpha=0.3)
+    figure.savefig(picture)
+    print(f"drew {picture}")
+
+
 # -----------------------------------------------------------------------------
 # Evaluation
 
@@ -549,7 +634,7 @@ def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], 
         loaded = source.load(indices[start:start + args.batch_size])
         if loaded:
             with autocast(args):
-                part = eagle3.ttt_loss(head, source.prepare(head, loaded))[1]
+                part = eagle3.ttt_loss(head, prepare(head, source, loaded, args.ttt_steps))[1]
             stats = part if stats is None else stats + part
     if stats is None:
         raise ValueError("no held-out row is left to score: all were skipped by --extract")
@@ -576,7 +661,9 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
         served_head = eagle3.load_draft(out, target)
         prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
-               "simulated_acceptance_length": None, "acceptance_length": None}
+               "simulated_acceptance_length": round(held.simulated_acceptance_length, 3), "acceptance_length": None}
+    print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}, simulated acceptance length "
+          f"{held.simulated_acceptance_length:.2f} (what serving gets, where these rows are the target's own greedy answers)")
     if not prompts:
         return summary
     served, written = SpecStats(), []
@@ -588,7 +675,6 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
     if written and served.rounds:
         simulated = score(served_head, OnlineRows(target, written, args), list(range(len(written))), args).simulated_acceptance_length
         summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
-        print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}")
         print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} "
               f"(simulated on the same answers: {simulated:.2f}); accepted by position "
               f"{' '.join(f'{a:.2f}' for a in served.per_position_acceptance(steps))}")
@@ -657,8 +743,13 @@ def main() -> dict:
     if args.extract or args.regenerate:  # the processes share the rows, and do not talk
         return extract(args) if args.extract else regenerate(args)
     eagle3.require_one_process()
+    if args.bench:
+        return bench(args)
     try:
-        return train(args) if args.target else demo(args)
+        summary = {} if args.plot and not args.target else train(args) if args.target else demo(args)
+        if args.plot:
+            plot(Path(args.out) / "metrics.jsonl", Path(args.plot))
+        return summary
     except KeyboardInterrupt:
         print("--resume goes on from the last checkpoint in --out", file=sys.stderr)
         raise
