@@ -413,6 +413,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
+    """x [B,M,...], index [B,P] -> [B,P,...]."""
+    return x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -966,6 +971,7 @@ class TTTBatch(NamedTuple):
     """A batch ready for ttt_loss: no gradients, everything unshifted."""
     tokens: Tensor          # [B,T]
     spans: Tensor           # [B,T] assistant_spans
+    trained: list[Tensor]   # [K] of [B,T] bool: trained_slots, from step 1 on thinned to the chain share; each within the one before
     features: Tensor        # [B,T,A*C]
     teacher_tokens: Tensor  # [B,T] the target's argmax over V at each position that a trained slot learns from (0 elsewhere)
     teacher_index: Tensor   # [B,T] that position's row in teacher_logits
@@ -975,9 +981,10 @@ class TTTBatch(NamedTuple):
 
 @torch.no_grad()
 def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: dict[int | str, Tensor], ttt_steps: int,
-                row_names: list[str] | None = None) -> TTTBatch:
+                row_names: list[str] | None = None, chain_share: float = 1.0, seed: int = 0) -> TTTBatch:
     """tokens and loss_mask [B,T] (right-padded, mask False there) and their captured hidden states -> a batch. The teacher is captures[L], or
-    captures["normed"]: the same after the target's final norm, as some trainers store it.
+    captures["normed"]: the same after the target's final norm, as some trainers store it. chain_share: of the slots, how many go on past step
+    0, drawn by seed; neighbouring slots teach nearly the same, so a part of them, and more rows instead, can be the better use of the time.
 
     Raises ValueError naming the rows in which no slot is trained, or whose hidden states are not finite.
     """
@@ -1003,8 +1010,10 @@ def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: di
     teacher_tokens = torch.zeros_like(tokens).masked_scatter(needed, torch.cat(found))
     index = (needed.flatten().cumsum(0) - 1).view_as(needed).clamp(min=0)
     in_vocabulary = head.t2d[teacher_tokens]
-    counted = [int((trained_slots(spans, i) & shift(in_vocabulary, 1 + i)).sum()) for i in range(ttt_steps)]
-    return TTTBatch(tokens, spans, head.config.layout.pack(captures), teacher_tokens, index, torch.cat(draft_logits), torch.tensor(counted))
+    drawn = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device) < chain_share
+    trained = [trained_slots(spans, i) & (drawn if i else True) for i in range(ttt_steps)]
+    counted = [int((slots & shift(in_vocabulary, 1 + i)).sum()) for i, slots in enumerate(trained)]
+    return TTTBatch(tokens, spans, trained, head.config.layout.pack(captures), teacher_tokens, index, torch.cat(draft_logits), torch.tensor(counted))
 
 
 def ttt_weights(ttt_steps: int, num_counted: Tensor) -> Tensor:
@@ -1022,6 +1031,11 @@ class TTTStats:
     emitted: int          # simulated serving
     rounds: int
 
+    @classmethod
+    def zeros(cls, ttt_steps: int) -> "TTTStats":
+        count = torch.zeros(ttt_steps, dtype=torch.int64)
+        return cls(count.double(), count, count, count, 0, 0)
+
     def __add__(self, other: "TTTStats") -> "TTTStats":
         return TTTStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
@@ -1035,8 +1049,9 @@ class TTTStats:
         return (self.num_correct / self.num_trained.clamp(min=1)).tolist()
 
     @property
-    def simulated_acceptance_length(self) -> float:
-        return self.emitted / max(self.rounds, 1)
+    def simulated_acceptance_length(self) -> float | None:
+        """None where nothing could be simulated: no rounds, or a chain share below 1."""
+        return self.emitted / self.rounds if self.rounds else None
 
 
 def simulate_serving(correct: Tensor, tokens: Tensor, spans: Tensor, eos_token_ids) -> tuple[int, int]:
@@ -1128,7 +1143,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     B, T = batch.tokens.shape
     weights = ttt_weights(K, batch.num_counted if num_counted is None else num_counted)
     in_vocabulary = head.t2d[batch.teacher_tokens]
-    trained = [trained_slots(batch.spans, i) for i in range(K)]  # each within the one before
+    trained = batch.trained
     chains = trained[min(1, K - 1)]
     longest = max(1, int(chains.sum(1).max()))
     chain_slots = (~chains).long().argsort(dim=1, stable=True)[:, :longest]  # [B,n] the slots in `chains`, then others, which stay untrained
@@ -1145,7 +1160,8 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
         right = found == shift(batch.teacher_tokens, 1 + i)[trained[i]]
         correct[..., i] = torch.zeros_like(trained[i]).masked_scatter(trained[i], right)
         sums.append(at_slots[shift(in_vocabulary, 1 + i)[trained[i]]].sum())
-    emitted, rounds = simulate_serving(correct, batch.tokens, batch.spans, head.target.config.eos_token_ids)
+    everywhere = torch.equal(chains, trained_slots(batch.spans, min(1, K - 1)))  # a thinned batch cannot say what serving would get
+    emitted, rounds = simulate_serving(correct, batch.tokens, batch.spans, head.target.config.eos_token_ids) if everywhere else (0, 0)
     return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.tensor(sizes), correct.sum((0, 1)).cpu(), emitted, rounds)
 
 
@@ -1273,11 +1289,6 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 def best_first(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest scores [B,M] -> [B,count]; ties go to the lower index, which is the shallower node."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
-    """x [B,M,...], index [B,P] -> [B,P,...]."""
-    return x.gather(1, index.view(*index.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
 
 
 def draft_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling, target_ids: Tensor) -> Tensor:
@@ -2776,11 +2787,8 @@ def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
         prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, 1), captures))
 
     def score(boundaries: tuple[int, ...], by: int) -> tuple[float, float]:  # loss, accuracy
-        stats = None
-        for batch, captures in prepared:
-            features = torch.cat([captures[b] for b in boundaries], -1).roll(by, 1)
-            part = ttt_loss(head, batch._replace(features=features))[1]
-            stats = part if stats is None else stats + part
+        feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
+        stats = sum((ttt_loss(head, feed(*item))[1] for item in prepared), TTTStats.zeros(1))
         return stats.loss, stats.accuracy[0]
 
     best, by = layout.boundaries, 0

@@ -378,11 +378,9 @@ def as_served(target: eagle3.Target, layout: FeatureLayout, rows: list[eagle3.Ro
 @torch.no_grad()
 def teacher_forced(head: eagle3.DraftHead, tokens, loss_mask, captures: dict) -> list[float]:
     """Accuracy by step on these rows."""
-    stats = None
-    for row, mask, hidden in zip(tokens, loss_mask, captures):
-        batch = eagle3.prepare_ttt(head, row[None], mask[None], {b: x[None] for b, x in hidden.items()}, CHECK_STEPS)
-        part = eagle3.ttt_loss(head, batch)[1]
-        stats = part if stats is None else stats + part
+    batches = (eagle3.prepare_ttt(head, row[None], mask[None], {b: x[None] for b, x in hidden.items()}, CHECK_STEPS)
+               for row, mask, hidden in zip(tokens, loss_mask, captures))
+    stats = sum((eagle3.ttt_loss(head, batch)[1] for batch in batches), eagle3.TTTStats.zeros(CHECK_STEPS))
     return [round(a, 3) for a in stats.accuracy]
 
 

@@ -593,6 +593,28 @@ def test_long_rows_computed_in_parts_give_the_same_loss_and_gradients(target, mo
         assert_close("gradient", b, a, 1e-11)
 
 
+def test_a_share_of_the_chains_teaches_what_the_same_chains_teach_among_all(target):
+    head = random_head(target)
+    rows = [Row(random_prompts([90], seed=8)[0], [False] * 5 + [True] * 85, "a"), Row(random_prompts([70], seed=9)[0], [True] * 70, "b")]
+    tokens, mask = eagle3.collate(rows)
+    captures = target(tokens, boundaries=(2, 4, 5, 8)).captures
+    full, part = (prepare_ttt(head, tokens, mask, captures, 5, chain_share=share, seed=3) for share in (1.0, 0.4))
+    assert torch.equal(full.trained[0], part.trained[0]), "step 0 is trained everywhere"
+    share = part.trained[1].sum() / full.trained[1].sum()
+    assert 0.25 < share < 0.55 and all((b <= a).all() for a, b in zip(part.trained, part.trained[1:])), share
+    rest = part._replace(trained=[full.trained[0], *(a & ~b for a, b in zip(full.trained[1:], part.trained[1:]))])
+    whole, some, others = (ttt_loss(head, batch)[1] for batch in (full, part, rest))
+    assert_close("losses", some.loss_sums[1:] + others.loss_sums[1:], whole.loss_sums[1:], 1e-9)
+    assert torch.equal(some.num_correct[1:] + others.num_correct[1:], whole.num_correct[1:]) and torch.equal(some.num_trained[1:], part_sizes(part)[1:])
+    assert some.simulated_acceptance_length is None and whole.simulated_acceptance_length >= 1
+    again = prepare_ttt(head, tokens, mask, captures, 5, chain_share=0.4, seed=4)
+    assert not torch.equal(again.trained[1], part.trained[1]), "another seed draws others"
+
+
+def part_sizes(batch):
+    return torch.stack([slots.sum() for slots in batch.trained])
+
+
 class _GrowingCache:
     """The plainest context: append keys, see everything before (with gradients, unlike KVCache)."""
 
@@ -1864,7 +1886,7 @@ def test_extraction_says_what_disk_it_needs_and_a_full_disk_is_one_line_and_resu
 
 def test_bench_times_training_by_part_and_plots_are_drawn_from_what_was_measured(project, tmp_path):
     result = run_script("train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--bench", "--steps", 4, "--dtype", "float32",
-                        "--batch-size", 4, "--ttt-steps", 3)
+                        "--batch-size", 4, "--ttt-steps", 3, "--chain-share", 0.5)
     summary = json.loads(result.stdout.splitlines()[-1])
     assert summary["steps"] == 4 and set(summary["ms"]) == {"target", "teacher", "forward", "backward", "optimizer"} and min(summary["ms"].values()) > 0
     assert 0 < summary["tok_s"] < summary["head_tok_s"] and 0 < summary["before_gb"] <= summary["peak_gb"] and 0 < summary["trained"] < 1
@@ -1903,7 +1925,7 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
         bench = run_script("serve.py", *pair, "--bench", project / "prompts.jsonl", "--max-new-tokens", 16, "--max-batch", batch, *flags)
         summary = json.loads(bench.stdout.splitlines()[-1])
         assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup expected_speedup "
-                                   "acceptance_length per_position_acceptance ceiling break_even identical ties ms_plain ms_draft ms_verify ms_host "
+                                   "acceptance_length per_position_acceptance ceiling break_even identical ties by_category worst ms_plain ms_draft ms_verify ms_host "
                                    "replay peer_tok_s torch threads".split())
         assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
         assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1
@@ -1922,7 +1944,7 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
     ("serve.py", ("--prompt", "x", "--num-steps", 1, "--draft-topk", 1, "--num-draft-tokens", 16), "contradict each other"),
     ("serve.py", ("--prompt", "x", "--num-steps", 3), "go together"), ("serve.py", ("--prompt", "x", "--max-batch", 0), "at least 1"),
     ("serve.py", ("--prompt", "x", "--device", "gpu"), "cpu, cuda"), ("train.py", ("--resume",), "starts anew"), ("serve.py", (), "give one of"), ("serve.py", ("--prompt", "x"), "python train.py"),
-    ("serve.py", ("--target", "nowhere", "--prompt", "x"), "not a folder"), ("train.py", ("--target", "nowhere"), "go together"),
+    ("serve.py", ("--target", "nowhere", "--prompt", "x"), "not a folder"), ("train.py", ("--target", "nowhere"), "one of --out"),
     ("train.py", ("--target", "nowhere", "--data", "none.jsonl", "--out", "out"), "not a folder")])
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, script, args, message):
     result = run_script(script, *args, check=2, cwd=tmp_path)

@@ -65,6 +65,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="tokens that the head can draft (default: all up to 32000; 8192 of vocabularies up to 65536; else 32000)")
     # training
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
+    add("--chain-share", type=float, default=1.0, help="of the trained slots, how many go on past step 0, drawn anew each time; fewer is faster")
     add("--max-length", type=int, help="tokens; longer rows are cut, and counted (default: 2048)")
     add("--batch-size", type=int, default=4, help="rows per forward")
     add("--accumulate", type=int, default=1, help="forwards per optimizer step")
@@ -111,6 +112,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         least = 0 if name == "save_every" else 1
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
+    if not 0 < args.chain_share <= 1:
+        raise ValueError(f"--chain-share must be above 0, and at most 1: got {args.chain_share}")
     eagle3.torch_device(args.device)
     return args
 
@@ -176,8 +179,8 @@ class StoredRows:
         return tokens, loss_mask, captures
 
 
-def prepare(head: DraftHead, source: OnlineRows | StoredRows, loaded: list, ttt_steps: int) -> TTTBatch:
-    return eagle3.prepare_ttt(head, *source.inputs(head.config.layout, loaded), ttt_steps, source.names(loaded))
+def prepare(head: DraftHead, source: OnlineRows | StoredRows, loaded: list, ttt_steps: int, **thinned) -> TTTBatch:
+    return eagle3.prepare_ttt(head, *source.inputs(head.config.layout, loaded), ttt_steps, source.names(loaded), **thinned)
 
 
 def processes() -> tuple[int, int]:
@@ -211,14 +214,13 @@ def regenerate(args) -> dict:
                 if not conversation.rows:
                     raise
                 prompt = None
-            room = length - len(prompt or ())
-            if prompt and room >= 2:
+            if prompt and len(prompt) + args.max_new_tokens <= length:
                 sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed + index)
-                request = engine.submit(prompt, min(room, args.max_new_tokens), sampling=sampling)
+                request = engine.submit(prompt, args.max_new_tokens, sampling=sampling)
                 running[request] = (conversation, name, index)
                 return
             if not conversation.rows:
-                raise ValueError("the prompt leaves no room for an answer under --max-length")
+                raise ValueError(f"the first prompt leaves no room for --max-new-tokens {args.max_new_tokens} within {length} tokens (see --max-length)")
             file.write(conversation.lines(name, made))
             file.flush()
             bar.update()
@@ -389,11 +391,11 @@ def new_optimizer(head: DraftHead, args) -> torch.optim.Optimizer:
     return torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], args) -> tuple[TTTStats, float]:
+def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args) -> tuple[TTTStats, float]:
     """One optimizer step over accumulated batches; returns its statistics and the gradient norm before clipping."""
-    prepared = [prepare(head, source, rows, args.ttt_steps) for rows in loaded if rows]
-    zeros = torch.zeros(args.ttt_steps)
-    stats, norm = TTTStats(zeros.double(), zeros.long(), zeros.long(), zeros.long(), 0, 0), torch.zeros(())
+    prepared = [prepare(head, source, rows, args.ttt_steps, chain_share=args.chain_share, seed=hash((args.seed, step, n)))
+                for n, rows in enumerate(loaded) if rows]
+    stats, norm = TTTStats.zeros(args.ttt_steps), torch.zeros(())
     if not prepared:  # every row of this step was skipped by --extract
         return stats, norm.item()
     names = ", ".join(name for rows in loaded for name in source.names(rows))
@@ -509,7 +511,7 @@ def train(args) -> dict:
     optimizer = new_optimizer(head, args)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
-    settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps,
+    settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps, "chain_share": args.chain_share,
                 "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
                 "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
@@ -534,15 +536,16 @@ def train(args) -> dict:
             coming = reader.submit(load, step + 1)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, total, args.lr)
-            stats, norm = train_step(head, source, optimizer, loaded, args)
+            stats, norm = train_step(head, source, optimizer, loaded, step, args)
             state["step"], state["tokens"] = step + 1, state["tokens"] + num_tokens
             state["seconds"] = time.perf_counter() - begun
             line = {"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy,
                     "simulated_acceptance_length": stats.simulated_acceptance_length, "lr": optimizer.param_groups[0]["lr"],
                     "grad_norm": norm, "tokens": state["tokens"]}
             log.write(json.dumps(line) + "\n")
+            simulated = stats.simulated_acceptance_length
             bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {' '.join(f'{a:.2f}' for a in stats.accuracy)}, "
-                                f"acceptance {stats.simulated_acceptance_length:.2f}, {state['tokens'] / state['seconds']:.0f} tok/s")
+                                + (f"acceptance {simulated:.2f}, " if simulated else "") + f"{state['tokens'] / state['seconds']:.0f} tok/s")
             bar.update()
             if (args.save_every and (step + 1) % args.save_every == 0) or step + 1 == total:
                 save_checkpoint(checkpoint.parent, head, optimizer, state)
@@ -568,7 +571,7 @@ def bench(args) -> dict:
         watch.mark()
         inputs = source.inputs(head.config.layout, loaded)
         watch.mark()
-        batch = eagle3.prepare_ttt(head, *inputs, args.ttt_steps, source.names(loaded))
+        batch = eagle3.prepare_ttt(head, *inputs, args.ttt_steps, source.names(loaded), args.chain_share, step)
         watch.mark()
         with autocast(args):
             loss, stats = eagle3.ttt_loss(head, batch)
@@ -613,7 +616,7 @@ def plot(metrics: Path, picture: Path) -> None:
         middle.plot(tokens, mean(lambda line: line["accuracy"][step]), color=pyplot.cm.viridis(0.9 * step / max(1, steps - 1)), label=f"step {step}")
     middle.set_title("accuracy on training rows")
     middle.legend(fontsize="x-small")
-    right.plot(tokens, mean(lambda line: line["simulated_acceptance_length"]), color="tab:green")
+    right.plot(tokens, mean(lambda line: line["simulated_acceptance_length"] or math.nan), color="tab:green")
     right.set_title("simulated acceptance length on training rows")
     for axes in (left, middle, right):
         axes.set_xlabel("million tokens")
@@ -629,14 +632,13 @@ def plot(metrics: Path, picture: Path) -> None:
 @torch.no_grad()
 def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], args) -> TTTStats:
     """Teacher-forced statistics of the head on rows."""
-    stats = None
+    stats = TTTStats.zeros(args.ttt_steps)
     for start in tqdm(range(0, len(indices), args.batch_size), desc="scoring", unit="batch", leave=False):
         loaded = source.load(indices[start:start + args.batch_size])
         if loaded:
             with autocast(args):
-                part = eagle3.ttt_loss(head, prepare(head, source, loaded, args.ttt_steps))[1]
-            stats = part if stats is None else stats + part
-    if stats is None:
+                stats = stats + eagle3.ttt_loss(head, prepare(head, source, loaded, args.ttt_steps))[1]
+    if not stats.num_trained.any():
         raise ValueError("no held-out row is left to score: all were skipped by --extract")
     return stats
 
@@ -660,10 +662,11 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
         target = source.target
         served_head = eagle3.load_draft(out, target)
         prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
+    simulated = held.simulated_acceptance_length or 1.0  # no round at all: every answer is two tokens long
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
-               "simulated_acceptance_length": round(held.simulated_acceptance_length, 3), "acceptance_length": None}
+               "simulated_acceptance_length": round(simulated, 3), "acceptance_length": None}
     print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}, simulated acceptance length "
-          f"{held.simulated_acceptance_length:.2f} (what serving gets, where these rows are the target's own greedy answers)")
+          f"{simulated:.2f} (what serving gets, where these rows are the target's own greedy answers)")
     if not prompts:
         return summary
     served, written = SpecStats(), []
@@ -673,7 +676,7 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
         if len(request.output) > 1:
             written.append(Row(prompt + request.output, [False] * len(prompt) + [True] * len(request.output), "a served answer"))
     if written and served.rounds:
-        simulated = score(served_head, OnlineRows(target, written, args), list(range(len(written))), args).simulated_acceptance_length
+        simulated = score(served_head, OnlineRows(target, written, args), list(range(len(written))), args).simulated_acceptance_length or 1.0
         summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
         print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} "
               f"(simulated on the same answers: {simulated:.2f}); accepted by position "
