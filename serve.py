@@ -398,99 +398,123 @@ def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
             "break_even": rounded(median(rounds) / median(plain) if plain and rounds else None)}
 
 
-def diagnose(args) -> tuple[str, str | None, dict]:
-    """verdict, cause, evidence. Raises LayoutMismatch, which check() turns into a verdict."""
-    evidence: dict = {"thresholds": {"match": eagle3.MATCH, "weak_below": WEAK, "generalises_from": GENERALISES}}
-    say = lambda text: print(f"  {text}")
+class WiringFault(Exception):
+    """A cause by its name in the README, and what to say about it."""
+
+    def __init__(self, cause: str, text: str):
+        super().__init__(text)
+        self.cause = cause
+
+
+def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
+    ours, theirs = made_with["tokenizer"], target.fingerprint["tokenizer"]
+    if None not in (ours, theirs) and ours != theirs:
+        raise WiringFault("another tokenizer", f"{what} with another tokenizer: serve the target that was used then")
+
+
+def load_checked(args) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
+    """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
     target = eagle3.load_target(args.target, args.dtype, args.device)
-    config, stated = target.config, None
-    if args.layers:
-        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    stated = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else None
     own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
-    if own and None not in (own["tokenizer"], target.fingerprint["tokenizer"]) and own["tokenizer"] != target.fingerprint["tokenizer"]:
-        say("the head was trained with another tokenizer: serve it with the target that it was trained with")
-        return "wiring", "another tokenizer", evidence
+    if own:
+        same_tokenizer(own, target, "the head was trained")
     try:
         head = eagle3.load_draft(args.draft, target, stated)
     except eagle3.LayoutMismatch:
         raise
     except ValueError as error:
-        say(str(error))
-        return "wiring", "draft vocabulary" if "d2t" in str(error) else "head and target", {**evidence, "error": str(error)}
-    layout, L = head.config.layout, config.num_layers
-    say(f"(a) the head reads {layout}")
-    folder = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None
-    other_weights = bool(own) and own["weights"] != target.fingerprint["weights"]
-    if folder:
-        prints = [folder.fingerprint["tokenizer"], target.fingerprint["tokenizer"]]
-        if None not in prints and prints[0] != prints[1]:
-            say("the features were made with another tokenizer: serve the target that they were made with")
-            return "wiring", "another tokenizer", evidence
-        layout.require_stored(folder.names, str(folder.folder))
-        other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
-        indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
-        stored = [folder.read(i) for i in tqdm(indices, desc="stored rows", leave=False)]
-        stored = [row for row in stored if not row.skipped and row.loss_mask[:CHECK_TOKENS].any()][:CHECK_ROWS]
-        if not stored:
-            raise ValueError(f"the first {len(indices)} rows in {folder.folder} were all skipped, or have nothing supervised")
-        rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
-    else:
-        rows = check_rows(args.check, args, config)
-    tensors, served = as_served(target, layout, rows)
-    accuracy = teacher_forced(head, *zip(*tensors), served)
-    if folder:
-        names = tuple(dict.fromkeys((*layout.names, folder.teacher)))
-        matches = eagle3.identify_blocks([(row.tokens[:256], {name: row.hidden[name][:256] for name in names}) for row in stored[:4]], target)
-        say("(b) stored features against those that serving computes: " + "; ".join(map(str, matches)))
-        evidence["blocks"] = {m.claimed: [m.best, round(m.similarity, 4), m.runner_up, round(m.runner_up_similarity, 4), m.shift] for m in matches}
-        teacher = "normed" if folder.teacher.endswith("normed") else L
-        hidden = [{**{b: row.hidden[f"h.{b}"][:CHECK_TOKENS].to(args.device, target.norm.weight.dtype) for b in layout.boundaries},
-                   teacher: row.hidden[folder.teacher][:CHECK_TOKENS].to(args.device, target.norm.weight.dtype)} for row in stored]
-        evidence["accuracy_on_stored"] = teacher_forced(head, *zip(*tensors), hidden)
-    evidence["accuracy_as_served"] = accuracy
-    spec = SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1)
-    evidence["served"] = serve_rows(target, head, rows, spec)
-    say("(c) accuracy by step on training rows: " + (f"{evidence['accuracy_on_stored']} on stored features, " if folder else "")
-        + f"{accuracy} as served; acceptance length {evidence['served']['acceptance_length']} of at most {spec.ceiling}, "
-        f"break-even {evidence['served']['break_even']}")
-    fault = eagle3.wiring_fault(matches, other_weights) if folder else None
-    if fault:
-        say(fault[1])
-        return "wiring", fault[0], evidence
+        raise WiringFault("draft vocabulary" if "d2t" in str(error) else "head and target", str(error)) from None
+    print(f"  (a) the head reads {head.config.layout}")
+    return target, head, bool(own) and own["weights"] != target.fingerprint["weights"]
+
+
+def read_stored(folder: eagle3.FeatureFolder, target: eagle3.Target, layout: FeatureLayout) -> list[eagle3.StoredRow]:
+    """The folder's first rows that have something supervised."""
+    same_tokenizer(folder.fingerprint, target, "the features were made")
+    layout.require_stored(folder.names, str(folder.folder))
+    indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
+    stored = [folder.read(i) for i in tqdm(indices, desc="stored rows", leave=False)]
+    stored = [row for row in stored if not row.skipped and row.loss_mask[:CHECK_TOKENS].any()][:CHECK_ROWS]
+    if not stored:
+        raise ValueError(f"the first {len(indices)} rows in {folder.folder} were all skipped, or have nothing supervised")
+    return stored
+
+
+def compare_stored(folder: eagle3.FeatureFolder, stored: list[eagle3.StoredRow], target, head, tensors, evidence: dict) -> list[eagle3.BlockMatch]:
+    """(b) Stored hidden states against those that serving computes."""
+    layout, like = head.config.layout, target.norm.weight
+    names = tuple(dict.fromkeys((*layout.names, folder.teacher)))
+    matches = eagle3.identify_blocks([(row.tokens[:256], {name: row.hidden[name][:256] for name in names}) for row in stored[:4]], target)
+    print("  (b) stored features against those that serving computes: " + "; ".join(map(str, matches)))
+    evidence["blocks"] = {m.claimed: [m.best, round(m.similarity, 4), m.runner_up, round(m.runner_up_similarity, 4), m.shift] for m in matches}
+    read_as = {**{f"h.{b}": b for b in layout.boundaries}, folder.teacher: "normed" if folder.teacher.endswith("normed") else layout.num_layers}
+    hidden = [{b: row.hidden[name][:CHECK_TOKENS].to(like.device, like.dtype) for name, b in read_as.items()} for row in stored]
+    evidence["accuracy_on_stored"] = teacher_forced(head, *zip(*tensors), hidden)
+    return matches
+
+
+def search_other_features(head, tensors, target, evidence: dict) -> None:
+    """Raise WiringFault if the head knows other hidden states better than those that it is fed."""
     found = eagle3.find_features(head, tensors[:4], target, partial(tqdm, desc="other features", leave=False))
     evidence["other_features"] = {key: rounded(value, 4) if isinstance(value, float) else value for key, value in found._asdict().items()}
     if found.is_better:
-        say(f"the head knows boundaries {','.join(map(str, found.boundaries))}" + (f", moved by {found.shift:+d} token," if found.shift else "")
+        raise WiringFault(
+            "rows shifted by one token" if found.shift else eagle3.explain_blocks(head.config.layout.boundaries, found.boundaries),
+            f"the head knows boundaries {','.join(map(str, found.boundaries))}" + (f", moved by {found.shift:+d} token," if found.shift else "")
             + f" better than those that it is fed: first-step accuracy {found.accuracy:.3f} against {found.wired_accuracy:.3f}, loss {found.loss:.3f} "
             f"against {found.wired_loss:.3f}; it was probably trained on those (or, if it is weak, on their neighbours)")
-        return "wiring", "rows shifted by one token" if found.shift else eagle3.explain_blocks(layout.boundaries, found.boundaries), evidence
+
+
+def diagnose(args, evidence: dict) -> str:
+    """The verdict; fills `evidence`. Raises WiringFault or LayoutMismatch."""
+    target, head, other_weights = load_checked(args)
+    folder, matches = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None, []
+    if folder:
+        stored = read_stored(folder, target, head.config.layout)
+        other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
+        rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
+    else:
+        rows = check_rows(args.check, args, target.config)
+    tensors, served = as_served(target, head.config.layout, rows)
+    if folder:
+        matches = compare_stored(folder, stored, target, head, tensors, evidence)
+    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, *zip(*tensors), served)
+    spec = SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1)
+    result = evidence["served"] = serve_rows(target, head, rows, spec)
+    print("  (c) accuracy by step on training rows: " + (f"{evidence['accuracy_on_stored']} on stored features, " if folder else "")
+          + f"{accuracy} as served; acceptance length {result['acceptance_length']} of at most {spec.ceiling}, break-even {result['break_even']}")
+    fault = eagle3.wiring_fault(matches, other_weights) if folder else None
+    if fault:
+        raise WiringFault(*fault)
+    search_other_features(head, tensors, target, evidence)
     held = None
     if args.held_out:
-        held_rows = check_rows(args.held_out, args, config)
-        held_tensors, hidden = as_served(target, layout, held_rows)
+        held_rows = check_rows(args.held_out, args, target.config)
+        held_tensors, hidden = as_served(target, head.config.layout, held_rows)
         held = evidence["accuracy_held_out"] = teacher_forced(head, *zip(*held_tensors), hidden)
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
-        say(f"(d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
+        print(f"  (d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
     if other_weights and accuracy[0] < WEAK:
-        say("the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train on these")
-        return "wiring", "other target weights", evidence
+        raise WiringFault("other target weights", "the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train on these")
     if accuracy[0] < WEAK:
-        say(f"nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the "
-            "target's own answers")
-        return "weak head", None, evidence
+        print(f"  nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the "
+              "target's own answers")
+        return "weak head"
     if held and held[0] < GENERALISES * accuracy[0]:
-        say(f"it knows its training rows ({accuracy[0]:.2f}) but not others ({held[0]:.2f}): train on more rows, fewer times each")
-        return "does not generalise", None, evidence
-    say("nothing is wired wrongly, and the head is sound")
-    return "ok", None, evidence
+        print(f"  it knows its training rows ({accuracy[0]:.2f}) but not others ({held[0]:.2f}): train on more rows, fewer times each")
+        return "does not generalise"
+    print("  nothing is wired wrongly, and the head is sound")
+    return "ok"
 
 
 def check(args) -> dict:
+    evidence: dict = {"thresholds": {"match": eagle3.MATCH, "weak_below": WEAK, "generalises_from": GENERALISES}}
     try:
-        verdict, cause, evidence = diagnose(args)
-    except eagle3.LayoutMismatch as error:
-        print(f"  {error}")
-        verdict, cause, evidence = "wiring", "layout", {"error": str(error)}
+        verdict, cause = diagnose(args, evidence), None
+    except (WiringFault, eagle3.LayoutMismatch) as fault:
+        print(f"  {fault}")
+        verdict, cause, evidence["error"] = "wiring", getattr(fault, "cause", "layout"), str(fault)
     print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
 

@@ -1565,7 +1565,8 @@ def store_features(folder, layout, target, rows, change=lambda captures: capture
 def diagnosis(wired, tmp_path, head="head", on="features", target="target", *more):
     args = serve.parse_args(["--target", str(wired / target), "--draft", str(tmp_path / head if (tmp_path / head).exists() else wired / head),
                              "--check", str(tmp_path / on if (tmp_path / on).exists() else wired / on), "--dtype", "float32", *map(str, more)])
-    return serve.diagnose(args)
+    found = serve.check(args)
+    return found["verdict"], found["cause"], found["evidence"]
 
 
 def strip_layout(source, into):
