@@ -1203,13 +1203,15 @@ class BatchSampling(NamedTuple):
     seed: Tensor
     is_greedy: bool
     truncates: bool
+    width: int  # truncation looks at so many of the most likely tokens; 0: all, since a row truncates without a top-k
 
     @classmethod
     def of(cls, settings: list[Sampling], device) -> "BatchSampling":
         column = lambda name, dtype: torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
+        limits = [s.top_k for s in settings if s.truncates]
         return cls(column("temperature", torch.float64), column("top_k", torch.int64), column("top_p", torch.float64),
                    column("min_p", torch.float64), column("seed", torch.int64), all(s.temperature == 0 for s in settings),
-                   any(s.truncates for s in settings))
+                   bool(limits), max(limits) if limits and min(limits) > 0 else 0)
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -1246,13 +1248,14 @@ def truncate(scaled: Tensor, sampling: BatchSampling) -> Tensor:
     """Tempered logits [B,N,V], -inf where top-k, top-p or min-p cut. The most likely token always stays, and so does whatever is exactly
     as likely as the last one that stays."""
     top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
-    ordered = scaled.sort(dim=-1, descending=True).values
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    ordered = scaled.topk(min(sampling.width or scaled.shape[-1], scaled.shape[-1])).values  # descending
+    rank = torch.arange(ordered.shape[-1], device=scaled.device)
     keep = (top_k == 0) | (rank < top_k)
     probs = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
-    keep = keep & (probs.cumsum(-1) - probs < top_p) & (probs >= min_p * probs[..., :1]) | (rank == 0)
+    keep = keep & ((probs.cumsum(-1) - probs < top_p) | (top_p == 1)) & (probs >= min_p * probs[..., :1]) | (rank == 0)
     least = ordered.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
-    return scaled.masked_fill(scaled < least, float("-inf"))
+    free = (top_k == 0) & (top_p == 1) & (min_p == 0)  # beside rows that truncate: keeps all, even beyond `width`
+    return scaled.masked_fill((scaled < least) & ~free, float("-inf"))
 
 
 def token_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling) -> Tensor:

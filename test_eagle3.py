@@ -723,10 +723,14 @@ def test_the_noise_is_standard_gumbel_over_tokens_and_the_same_for_any_shard_of_
     assert (torch.corrcoef(flat) - torch.eye(4)).abs().max() < 0.02, "streams of other seeds and positions must be unrelated"
 
 
-def test_top_k_top_p_and_min_p_keep_what_a_plain_loop_keeps():
+@pytest.mark.parametrize("width", [0, 5], ids=["all tokens looked at", "the top-k looked at"])
+def test_top_k_top_p_and_min_p_keep_what_a_plain_loop_keeps(width):
     generator = torch.Generator().manual_seed(1)
     settings = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.5, 1.3) for k in (0, 1, 5) for p in (1.0, 0.7) for m in (0.0, 0.2)]
+    if width:  # every row that truncates has a top-k; beside them rows that do not truncate
+        settings = [setting for setting in settings if setting["top_k"] or setting["top_p"] == 1 and setting["min_p"] == 0]
     sampling = eagle3.BatchSampling.of([Sampling(**setting) for setting in settings], "cpu")
+    assert sampling.width == width
     logits = torch.randn(len(settings), 3, 30, generator=generator) * 2
     out = eagle3.truncate(eagle3.temper(logits, sampling), sampling)
     for b, setting in enumerate(settings):
