@@ -1090,12 +1090,13 @@ class SlotLoss(torch.autograd.Function):
     at_once = 256
 
     @staticmethod
-    def forward(ctx, normed: Tensor, lm_head: Tensor, weights: Tensor, teacher_logits: Tensor, teacher_index: Tensor):
-        """normed [n,C], lm_head [Vd,C], weights [n], teacher_logits [M,Vd], teacher_index [n] -> weighted sum, losses [n], guesses [n]
-        (draft ids)."""
+    def forward(ctx, normed: Tensor, lm_head: Tensor, weights: Tensor, teacher_logits: Tensor, teacher_index: Tensor, learn: bool):
+        """normed [n,C], lm_head [Vd,C], weights [n], teacher_logits [M,Vd], teacher_index [n], learn: whether there is to be a backward ->
+        weighted sum, losses [n], guesses [n] (draft ids)."""
         wide = wide_dtype(normed.dtype)
-        normed_grad, head_grad = torch.empty_like(normed), torch.zeros_like(lm_head, dtype=wide)
-        losses, guesses = [], []
+        losses, guesses, product_dtype = [], [], F.linear(normed[:0], lm_head).dtype  # autocast's, if it is on
+        if learn:
+            normed_grad, head_grad, cast = torch.empty_like(normed), torch.zeros_like(lm_head, dtype=wide), lm_head.to(product_dtype)
         for start in range(0, len(normed), SlotLoss.at_once):
             part = slice(start, start + SlotLoss.at_once)
             logits = F.linear(normed[part], lm_head)
@@ -1103,11 +1104,12 @@ class SlotLoss(torch.autograd.Function):
             p = teacher_logits[teacher_index[part]].to(wide).softmax(-1)
             guesses.append(logits.max(-1).indices)
             losses.append(-(p * log_q).sum(-1))
-            if any(ctx.needs_input_grad):
-                grad = log_q.exp_().sub_(p).mul_(weights[part, None].to(wide)).to(logits.dtype)
-                normed_grad[part] = grad @ lm_head.to(grad.dtype)
-                head_grad += grad.T @ normed[part].to(grad.dtype)
-        ctx.save_for_backward(normed_grad, head_grad)
+            if learn:
+                grad = log_q.exp_().sub_(p).mul_(weights[part, None].to(wide)).to(product_dtype)
+                normed_grad[part] = grad @ cast
+                head_grad += grad.T @ normed[part].to(product_dtype)
+        if learn:
+            ctx.save_for_backward(normed_grad, head_grad)
         losses, guesses = torch.cat(losses), torch.cat(guesses)
         ctx.mark_non_differentiable(losses, guesses)
         return (losses * weights).sum(), losses, guesses
@@ -1115,7 +1117,7 @@ class SlotLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         normed_grad, head_grad = ctx.saved_tensors
-        return grad * normed_grad, grad * head_grad, None, None, None
+        return grad * normed_grad, grad * head_grad, None, None, None, None
 
 
 def unroll(head: DraftHead, features: Tensor, tokens: Tensor, chain_slots: Tensor, ttt_steps: int) -> list[Tensor]:
@@ -1154,7 +1156,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
         teacher_index.append(shift(batch.teacher_index, 1 + i)[trained[i]])
     sizes = [len(x) for x in outputs]
     loss, losses, guesses = SlotLoss.apply(torch.cat(outputs), head.lm_head.weight, torch.cat(slot_weights), batch.teacher_logits,
-                                           torch.cat(teacher_index))
+                                           torch.cat(teacher_index), torch.is_grad_enabled())
     correct, sums = torch.zeros(B, T, K, dtype=torch.bool, device=batch.tokens.device), []
     for i, (found, at_slots) in enumerate(zip(head.draft_to_target(guesses).split(sizes), losses.split(sizes))):
         right = found == shift(batch.teacher_tokens, 1 + i)[trained[i]]
@@ -1780,6 +1782,7 @@ class Engine:
             accepted, target_is_finite, head_is_finite, *tokens = told[slot]
             if not target_is_finite:  # NaN or inf logits: this request alone fails
                 self._finish(request, "error")
+                events.append((request, []))
                 continue
             if not head_is_finite:
                 warnings.warn("the draft head's hidden states are not finite: its guesses are noise (the text is right all the same)")
@@ -2366,6 +2369,9 @@ def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     return tokenizer.encode(tokenizer.chat(messages, True))
 
 
+PROMPT_KEYS = ("messages", "conversations", "turns", "prompt")
+
+
 class Conversation:
     """A record whose answers the target writes anew, turn by turn; `rows` are what it saw and wrote, as (tokens, loss mask).
 
@@ -2379,6 +2385,8 @@ class Conversation:
         if "input_ids" in record:
             tokens, mask = encode_record(record, tokenizer)
             self.turns = [tokens[:mask.index(True)] if "loss_mask" in record and True in mask else tokens]
+            if not self.turns[0]:
+                raise ValueError("nothing comes before the first answer")
             return
         if "messages" in record or "conversations" in record:
             messages = chat_messages(record)
@@ -2413,18 +2421,19 @@ class Conversation:
         if not is_whole:
             self.turns = []
 
-    def lines(self, name: str, made: str) -> str:
+    def lines(self, index: int, name: str, made: str) -> str:
         """The rows as JSON lines; the last has the messages too, for whoever reads text. See finished_conversations."""
         left = range(len(self.rows) - 1, -1, -1)
-        rows = [{"source": name, "made": made, "rows_left": n, "input_ids": tokens, "loss_mask": [int(m) for m in mask]}
+        rows = [{"index": index, "source": name, "made": made, "rows_left": n, "input_ids": tokens, "loss_mask": [int(m) for m in mask]}
                 for n, (tokens, mask) in zip(left, self.rows)]
         if self.messages:
             rows[-1]["messages"] = self.messages
-        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def finished_conversations(path: Path, made: str) -> set[str]:
-    """The sources whose rows are whole in `path`, made with the same settings; a rest that was being written when a run ended is cut off."""
+def finished_conversations(path: Path, made: str) -> set[int]:
+    """Which records (their indices) have all their rows in `path`, made with the same settings; what was being written when a run ended is cut
+    off. Raises ValueError for a file made with other settings, or by something else."""
     done, at, whole = set(), 0, 0
     if path.exists():
         with path.open("rb+") as file:
@@ -2432,14 +2441,14 @@ def finished_conversations(path: Path, made: str) -> set[str]:
                 try:
                     row, at = json.loads(line), at + len(line)
                 except ValueError:
-                    if line.endswith(b"\n") or not line.startswith(b'{"source": '[:len(line)]):
+                    if line.endswith(b"\n") or not line.startswith(b'{"index": '[:len(line)]):
                         raise ValueError(f"{path} is not a file that --regenerate wrote: choose another name") from None
                     break
                 if not isinstance(row, dict) or row.get("made") != made:
                     raise ValueError(f"{path} was made with other settings (target, --data, sampling, limits, seed or number of processes): choose "
                                      "another name")
                 if line.endswith(b"\n") and row["rows_left"] == 0:
-                    done.add(row["source"])
+                    done.add(row["index"])
                     whole = at
             file.truncate(whole)
     return done
@@ -2828,8 +2837,12 @@ def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
 # What train.py and serve.py share. Needs nothing.
 
 
-def require_pyplot():
-    require_package("matplotlib").use("Agg")  # draws to files, without a screen
+def require_pyplot(picture: str | Path):
+    """matplotlib's pyplot, drawing to files; raises ValueError before any work is done if it is missing, or could not write `picture`."""
+    picture = Path(picture)
+    if picture.suffix not in (".png", ".svg", ".pdf") or not picture.resolve().parent.is_dir():
+        raise ValueError(f"--plot needs a .png, .svg or .pdf file in a folder that exists: got {picture}")
+    require_package("matplotlib").use("Agg")
     from matplotlib import pyplot
     return pyplot
 

@@ -76,6 +76,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
     if (args.replay is not None or args.peer or args.plot) and not args.bench:
         raise ValueError("--replay, --peer and --plot belong to --bench")
+    if args.plot:
+        eagle3.require_pyplot(args.plot)
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
     eagle3.torch_device(args.device)
@@ -246,7 +248,7 @@ class Tally:
 
 
 def plot_bench(picture: str, by_category: dict[str, dict], per_position: list[float], ms_plain: float | None, times: dict) -> None:
-    pyplot = eagle3.require_pyplot()
+    pyplot = eagle3.require_pyplot(picture)
     figure, ((speed, length), (depths, parts)) = pyplot.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
     for axes, key, title in ((speed, "speedup", "speed-up over plain decoding (median)"), (length, "acceptance_length", "acceptance length")):
         bars = axes.barh(list(by_category), [summary[key] or 0 for summary in by_category.values()], color="tab:blue")

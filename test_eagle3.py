@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 import eagle3
 import serve
+import train
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
                     SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
@@ -607,8 +608,33 @@ def test_a_share_of_the_chains_teaches_what_the_same_chains_teach_among_all(targ
     assert_close("losses", some.loss_sums[1:] + others.loss_sums[1:], whole.loss_sums[1:], 1e-9)
     assert torch.equal(some.num_correct[1:] + others.num_correct[1:], whole.num_correct[1:]) and torch.equal(some.num_trained[1:], part_sizes(part)[1:])
     assert some.simulated_acceptance_length is None and whole.simulated_acceptance_length >= 1
+    counts, gradients = torch.ones(5), []
+    for batch in (full, part, rest):  # the summed gradients of a share and the rest, step 0 counted once
+        head.zero_grad()
+        steps = ttt_loss(head, batch, counts)[0] - ttt_loss(head, batch._replace(trained=batch.trained[:1], num_counted=batch.num_counted[:1]), counts[:1])[0]
+        steps.backward()
+        gradients.append([parameter.grad.clone() for parameter in head.parameters()])
+    for whole_gradient, some_gradient, rest_gradient in zip(*gradients):
+        assert_close("gradient", some_gradient + rest_gradient, whole_gradient, 1e-9)
     again = prepare_ttt(head, tokens, mask, captures, 5, chain_share=0.4, seed=4)
     assert not torch.equal(again.trained[1], part.trained[1]), "another seed draws others"
+
+
+def test_the_loss_and_its_gradients_under_bf16_autocast_are_those_of_fp32_but_for_rounding():
+    target = random_target(dtype=torch.float32)
+    head = random_head(target, draft_ids=torch.arange(0, 64, 2))
+    batch = ttt_batch(head, target, [Row(random_prompts([60], seed=8)[0], [False] * 5 + [True] * 55, "a")], 5)
+    found = []
+    for enabled in (False, True):
+        head.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss, _ = ttt_loss(head, batch)
+        loss.backward()
+        found.append((loss.item(), {name: parameter.grad.clone() for name, parameter in head.named_parameters()}))
+    (loss, exact), (rounded_loss, rounded) = found
+    assert rounded_loss == pytest.approx(loss, rel=0.01) and rounded_loss != loss
+    for name, gradient in exact.items():
+        assert rounded[name].dtype == torch.float32 and F.cosine_similarity(rounded[name].flatten(), gradient.flatten(), dim=0) > 0.99, name
 
 
 def part_sizes(batch):
@@ -1378,12 +1404,13 @@ def test_a_conversation_answered_anew_is_one_row_while_the_template_keeps_what_w
     forgetful = eagle3.Conversation(record, tokenizer)
     rows = answer_all(forgetful, lambda ids: ids[-9:])  # a template that drops what came before
     assert len(rows) == 3 and [sum(m for m in mask) for _, mask in rows] == [len(output) for output in written]
-    lines = [json.loads(line) for line in forgetful.lines("file:1", "m").splitlines()]
-    assert [line["rows_left"] for line in lines] == [2, 1, 0] and lines[-1]["messages"][-1] == {"role": "assistant", "content": "cut o"}
+    lines = [json.loads(line) for line in forgetful.lines(7, "file:1", "m").splitlines()]
+    assert [(line["index"], line["rows_left"]) for line in lines] == [(7, 2), (7, 1), (7, 0)] and lines[-1]["messages"][-1] == {"role": "assistant", "content": "cut o"}
     stopped = eagle3.Conversation(record, tokenizer)
     stopped.answer(stopped.next_prompt(), tokenizer.encode("cut"), False)
     assert stopped.next_prompt() is None, "an answer that was cut off ends the conversation"
-    for bad, why in (({"messages": [{"role": "assistant", "content": "x"}]}, "nobody asks"), ({"text": "x"}, "no messages")):
+    for bad, why in (({"messages": [{"role": "assistant", "content": "x"}]}, "nobody asks"), ({"text": "x"}, "no messages"),
+                     ({"input_ids": [1, 2], "loss_mask": [1, 1]}, "nothing comes before"), ({"input_ids": []}, "nothing comes before")):
         with pytest.raises(ValueError, match=why):
             eagle3.Conversation(bad, tokenizer)
 
@@ -1770,8 +1797,8 @@ def train_args(project, out, steps, *more):
 
 
 def test_a_killed_training_resumes_to_the_same_losses_and_weights_bit_for_bit(project, tmp_path):
-    run_script("train.py", *train_args(project, tmp_path / "whole", 40))
-    command = [sys.executable, HERE / "train.py", *map(str, train_args(project, tmp_path / "killed", 40))]
+    run_script("train.py", *train_args(project, tmp_path / "whole", 40, "--chain-share", 0.6))
+    command = [sys.executable, HERE / "train.py", *map(str, train_args(project, tmp_path / "killed", 40, "--chain-share", 0.6))]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     checkpoint = tmp_path / "killed" / "checkpoint" / "training.safetensors"
     while not checkpoint.exists():
@@ -1784,7 +1811,7 @@ def test_a_killed_training_resumes_to_the_same_losses_and_weights_bit_for_bit(pr
     assert "--resume" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
     refused = run_script("train.py", *train_args(project, tmp_path / "killed", 40, "--seed", 5, "--resume"), check=2)
     assert "seed was 0, now 5" in refused.stderr
-    resumed = run_script("train.py", *train_args(project, tmp_path / "killed", 40, "--resume"))
+    resumed = run_script("train.py", *train_args(project, tmp_path / "killed", 40, "--chain-share", 0.6, "--resume"))
     assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "killed" / "metrics.jsonl").read_text()
     whole, killed = (eagle3.TensorFolder(tmp_path / name) for name in ("whole", "killed"))
     assert all(torch.equal(whole.tensor(name), killed.tensor(name)) for name in whole.files) and set(whole.files) == set(killed.files)
@@ -1824,8 +1851,8 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     refused = run_script("train.py", *map(str, command[2:8]), "--layers", "2,4,5", "--dtype", "float32", check=2)
     assert "feature layouts differ" in refused.stderr and "cat([embed, h.2, h.4, h.5])" in refused.stderr
 
-    run_script("train.py", *train_args(project, tmp_path / "online", 12, "--layers", "2,4,5"))
-    stored = [x for x in train_args(project, tmp_path / "offline", 12, "--layers", "2,4,5") if x not in ("--data", project / "rows.jsonl")]
+    run_script("train.py", *train_args(project, tmp_path / "online", 12, "--layers", "2,4,5", "--chain-share", 0.6))
+    stored = [x for x in train_args(project, tmp_path / "offline", 12, "--layers", "2,4,5", "--chain-share", 0.6) if x not in ("--data", project / "rows.jsonl")]
     run_script("train.py", *stored, "--features", features)
     online, offline = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("online", "offline"))
     assert len(online) == len(offline) == 12
@@ -1863,6 +1890,17 @@ def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_go
         run_script("train.py", *command, file, "--temperature", 1, "--max-batch", slots)
     a, b = ({row["source"]: row["input_ids"] for row in map(json.loads, file.read_text().splitlines())} for file in sampled)
     assert a == b and a != {name: row["input_ids"] for name, row in made.items()}, "a conversation's seed does not depend on the batch it is in"
+    (tmp_path / "more").mkdir()
+    more = [{"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}, {"input_ids": []}, {"input_ids": [9, 999]}, {"input_ids": [9, 8, 7]}, {"other": 1}, 5]
+    (tmp_path / "more" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
+    double = (*command[:4], "--data", tmp_path / "more" / "rows.jsonl", *command[4:], tmp_path / "double.jsonl")
+    for _ in range(2):  # another file of the same name; and again, with nothing left to do
+        summary = json.loads(run_script("train.py", *double).stdout.splitlines()[-1])
+        assert summary["conversations"] == 61 and summary["skipped"] == 5
+        rows = [json.loads(line) for line in (tmp_path / "double.jsonl").read_text().splitlines()]
+        assert sorted(row["index"] for row in rows) == [*range(60), 63]
+    refused = run_script("train.py", *command, out, "--top-p", 90, check=2)
+    assert "top_p" in refused.stderr
     refused = run_script("train.py", *command, out, "--temperature", 1, check=2)
     assert "other settings" in refused.stderr and sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines()), "nothing is lost"
     (tmp_path / "notes.txt").write_text("do not touch")
@@ -1899,10 +1937,18 @@ def test_bench_times_training_by_part_and_plots_are_drawn_from_what_was_measured
     assert "smaller --batch-size" in refused.stderr
 
     run_script("train.py", *train_args(project, tmp_path / "head", 12, "--plot", tmp_path / "run.svg"))
-    first = (tmp_path / "run.svg").read_text()
-    run_script("train.py", "--out", tmp_path / "head", "--plot", tmp_path / "again.svg")
-    assert first.count("<path") > 20 and (tmp_path / "again.svg").read_text().count("<path") == first.count("<path")
-    assert "not there" in run_script("train.py", "--out", tmp_path, "--plot", tmp_path / "x.svg", check=2).stderr
+    assert (tmp_path / "run.svg").read_text().startswith("<?xml")
+    train.main(["--out", str(tmp_path / "head"), "--plot", str(tmp_path / "again.png")])
+    from matplotlib import pyplot
+    lines = [json.loads(line) for line in (tmp_path / "head" / "metrics.jsonl").read_text().splitlines()]
+    loss, accuracy, length = pyplot.gcf().axes
+    assert loss.lines[0].get_ydata().tolist() == pytest.approx([line["loss"] for line in lines])
+    assert accuracy.lines[2].get_ydata().tolist() == pytest.approx([line["accuracy"][2] for line in lines])
+    assert length.lines[0].get_ydata().tolist() == pytest.approx([line["simulated_acceptance_length"] for line in lines])
+    assert loss.lines[0].get_xdata().tolist() == pytest.approx([line["tokens"] / 1e6 for line in lines])
+    for bad in (tmp_path / "picture.doc", tmp_path / "nowhere" / "x.png"):  # said before the work, not after it
+        assert "--plot needs" in run_script("train.py", *train_args(project, tmp_path / "other", 12, "--plot", bad), check=2).stderr
+    assert not (tmp_path / "other").exists() and "not there" in run_script("train.py", "--out", tmp_path, "--plot", tmp_path / "x.svg", check=2).stderr
     prompts = [{"input_ids": prompt, "category": name} for prompt, name in zip(random_prompts([6, 7, 8, 9]), ["poetry", "poetry", "prose", "prose"])]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     result = run_script("serve.py", "--target", project / "target", "--draft", tmp_path / "head", "--bench", tmp_path / "prompts.jsonl", "--no-compile",

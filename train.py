@@ -88,11 +88,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     if args.adopt and not (args.inspect and args.target):
         raise ValueError("--adopt belongs to --inspect DIR --target DIR")
     if args.inspect:
-        if args.data or args.out or args.extract or args.features:
+        if any((args.data, args.out, args.extract, args.features, args.regenerate, args.bench, args.plot)):
             raise ValueError("--inspect takes only --target, --adopt and --layers")
         return args
-    if args.plot and args.out and not args.target:
-        return args
+    if args.plot:
+        eagle3.require_pyplot(args.plot)
+        if args.out and not any((args.target, args.data, args.features, args.extract, args.regenerate, args.bench, args.resume)):
+            return args
     if not args.target:  # the demo has smaller defaults
         parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
         args = parser.parse_args(argv)
@@ -105,6 +107,9 @@ def parse_args(argv=None) -> argparse.Namespace:
                          "one of --out and --bench (with none of them, train.py runs the demo)")
     if args.plot and not args.out:
         raise ValueError("--plot draws the run in --out: give that, too")
+    if args.regenerate and (args.layers or args.held_out) or not args.out and args.resume:
+        raise ValueError("--resume belongs to --out (the others go on by themselves), --layers and --held-out to heads and features")
+    args.sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed)
     if args.features and (args.held_out or args.max_length):
         raise ValueError("--features hold the rows as they were extracted: --held-out and --max-length belong to --data")
     args.max_length = args.max_length or 2048
@@ -203,37 +208,40 @@ def regenerate(args) -> dict:
     done = eagle3.finished_conversations(out, made)
     records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
     engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length).compile()
-    running, report, tokens, begun = {}, Counter(), 0, time.perf_counter()  # running: request -> conversation, its name and index
-    with out.open("a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="", disable=rank > 0) as bar:
+    running, report, tokens, written, begun = {}, Counter(), 0, 0, time.perf_counter()  # running: request -> conversation, its name and index
 
-        def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
-            """Submit the conversation's next turn; write it when there is none, or no room for an answer."""
-            try:
-                prompt = conversation.next_prompt()
-            except ValueError:  # the chat template refuses this turn: keep those before it
-                if not conversation.rows:
-                    raise
-                prompt = None
-            if prompt and len(prompt) + args.max_new_tokens <= length:
-                sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed + index)
-                request = engine.submit(prompt, args.max_new_tokens, sampling=sampling)
+    def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
+        """Submit the conversation's next turn; write it when there is none, or it cannot be asked. Raises what was wrong with the first turn."""
+        nonlocal written
+        try:
+            prompt = conversation.next_prompt()
+            if prompt and len(prompt) + args.max_new_tokens > length:
+                raise ValueError(f"a first prompt that leaves no room for --max-new-tokens {args.max_new_tokens} within {length} tokens (see "
+                                 "--max-length)")
+            if prompt:
+                request = engine.submit(prompt, args.max_new_tokens, sampling=replace(args.sampling, seed=args.seed + index))
                 running[request] = (conversation, name, index)
                 return
+        except (ValueError, KeyError, TypeError, AttributeError):  # the turns before this one are good
             if not conversation.rows:
-                raise ValueError(f"the first prompt leaves no room for --max-new-tokens {args.max_new_tokens} within {length} tokens (see --max-length)")
-            file.write(conversation.lines(name, made))
-            file.flush()
-            bar.update()
+                raise
+        file.write(conversation.lines(index, name, made))
+        file.flush()
+        written += 1
+        bar.update()
 
+    with out.open("a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="", disable=rank > 0) as bar:
         while True:
             while len(running) < 2 * args.max_batch and (found := next(records, None)):
                 index, (name, record) = found
-                if index % world != rank or name in done:
+                if index % world != rank or index in done:
                     continue
+                is_text = record is not None and "input_ids" not in record and not record.keys().isdisjoint(eagle3.PROMPT_KEYS)
+                loaded = tokenizer() if is_text else None  # a missing package or file is no fault of the record
                 try:
                     if record is None:
                         raise ValueError("not a JSON object in UTF-8")
-                    go_on(eagle3.Conversation(record, tokenizer() if "input_ids" not in record else None), name, index)
+                    go_on(eagle3.Conversation(record, loaded), name, index)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     report[f"skipped: {error}" if isinstance(error, ValueError) else f"skipped: malformed ({type(error).__name__}: {error})"] += 1
             if not engine.busy:
@@ -244,14 +252,14 @@ def regenerate(args) -> dict:
                     continue
                 conversation, name, index = running.pop(request)
                 if request.finish_reason == "error":
-                    raise ValueError(f"the target's logits were not finite for {name}: check its weights and --dtype")
+                    report["skipped: the target's logits were not finite (check its weights and --dtype)"] += 1
+                    continue
                 conversation.answer(request.prompt, request.output, request.finish_reason == "stop")
                 go_on(conversation, name, index)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):.0f} tok/s", refresh=False)
-        rows = bar.n
     for reason, count in report.most_common():
         print(f"  {count} records {reason}")
-    return {"out": str(out), "conversations": rows, "skipped": report.total(), "tokens": tokens,
+    return {"out": str(out), "conversations": len(done) + written, "skipped": report.total(), "tokens": tokens,
             "tok_s": round(tokens / (time.perf_counter() - begun), 1)}
 
 
@@ -428,7 +436,7 @@ def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> d
     """Restore head and optimizer; refuses, by name, settings that would change the curve."""
     stored = eagle3.open_tensors(file)
     state = json.loads(stored.metadata()["state"])
-    was = state["settings"]
+    was = {"chain_share": 1.0, **state["settings"]}  # older checkpoints do not say
     changed = [f"{key} was {was.get(key)}, now {value}" for key, value in settings.items() if value != was.get(key)]
     if changed:
         raise ValueError(f"--resume continues the same run, but {'; '.join(changed)}: give the same options, or another --out")
@@ -603,7 +611,9 @@ def plot(metrics: Path, picture: Path) -> None:
     if not metrics.is_file():
         raise FileNotFoundError(f"{metrics} is not there: --plot draws the run in --out")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    pyplot = eagle3.require_pyplot()
+    if not lines:
+        raise ValueError(f"{metrics} has no step yet")
+    pyplot = eagle3.require_pyplot(picture)
     span = max(1, len(lines) // 50)  # each point is the mean of so many optimizer steps
     groups = [lines[i:i + span] for i in range(0, len(lines) - span + 1, span)]
     mean = lambda of: [sum(map(of, group)) / span for group in groups]
@@ -739,8 +749,8 @@ def demo(args) -> dict:
     return summary
 
 
-def main() -> dict:
-    args = parse_args()
+def main(argv=None) -> dict:
+    args = parse_args(argv)
     if args.inspect:
         return inspect(args)
     if args.extract or args.regenerate:  # the processes share the rows, and do not talk
