@@ -438,7 +438,7 @@ def packed_linear(x: Tensor, handle: int, size: int, bias: Tensor | None) -> Ten
     return run_packed(x, PACKED[handle], bias, "none", [], "")
 
 
-operators = torch.library.Library("eagle3", "DEF")  # torch.ops.eagle3
+operators = torch.library.Library("eagle3", "DEF")
 operators.define("packed_linear(Tensor x, int handle, int size, Tensor? bias) -> Tensor")
 operators.impl("packed_linear", packed_linear, "CPU")
 operators.impl("packed_linear", lambda x, handle, size, bias: x.new_empty(*x.shape[:-1], size), "Meta")
