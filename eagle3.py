@@ -37,21 +37,22 @@ References: EAGLE-3 (Li, Wei, Zhang, Zhang, arXiv 2503.01840), EAGLE-2 (arXiv 24
 Contents
     1. Feature layout
     2. Configs
-    3. Transformer pieces
-    4. Target
-    5. Hidden-state hooks
-    6. Draft head
-    7. Training-time test
-    8. Sampling
-    9. Draft tree
-    10. Verification
-    11. Engine
-    12. Checkpoints
-    13. Text
-    14. Training rows
-    15. Stored features
-    16. Wiring check
-    17. Scripts
+    3. Parallel
+    4. Transformer pieces
+    5. Target
+    6. Hidden-state hooks
+    7. Draft head
+    8. Training-time test
+    9. Sampling
+    10. Draft tree
+    11. Verification
+    12. Engine
+    13. Checkpoints
+    14. Text
+    15. Training rows
+    16. Stored features
+    17. Wiring check
+    18. Scripts
 """
 import gzip
 import hashlib
@@ -63,8 +64,10 @@ import os
 import pickle
 import random
 import re
+import signal
 import sys
 import time
+import traceback
 import warnings
 from array import array
 from collections import Counter, deque
@@ -76,7 +79,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.utils.checkpoint import checkpoint
 
 # -----------------------------------------------------------------------------
@@ -252,6 +255,7 @@ class RopeConfig:
         return frequencies
 
 
+SPLIT_SIZES = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size", "vocab_size": "vocab_size"}  # over ranks
 SIZES = {  # our field: its key in config.json; the same for targets and heads
     "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps",
@@ -403,7 +407,109 @@ class SpecConfig:
 
 
 # -----------------------------------------------------------------------------
-# 3. Transformer pieces
+# 3. Parallel
+# Tensor parallelism. Every rank holds its part of each large weight and of the KV cache; activations are whole on all of them. All that
+# ranks say to each other while they compute stands in this section. One rank runs the same code, and says nothing. Needs nothing.
+#
+#     weight                               split by                     then
+#     embed_tokens                         rows (the vocabulary)        all_reduce
+#     q_proj, k_proj, v_proj               rows (whole heads)           each rank attends with its own heads
+#     gate_proj, up_proj                   rows                         each rank has its own part of the MLP's width
+#     o_proj, down_proj                    columns                      all_reduce
+#     the target's lm_head                 rows (the vocabulary)        all_gather of each rank's best token; of logits if a row truncates
+#     the head's fc, lm_head               rows                         all_gather
+#     norms, d2t, t2d                      not at all
+#
+# Where there are fewer KV heads than ranks, several ranks hold the same one.
+
+
+class Shard(NamedTuple):
+    """Which part of a split model this process has: part `rank` of `size`."""
+    rank: int = 0
+    size: int = 1
+
+    def part(self, count: int) -> slice:
+        """Of `count` things: this rank's, or, where there are fewer than ranks, the one that it shares."""
+        return slice(start := self.rank * count // self.size, start + max(1, count // self.size))
+
+
+class Split(NamedTuple):
+    """How a weight is split: by dimension `dim`, `whole` long as stored, of which `part` is this rank's."""
+    dim: int
+    part: slice
+    whole: int
+
+
+TRAFFIC: Counter = Counter()  # what this rank took part in: collectives by name, and their "bytes" (of what this rank gives)
+
+
+def _count(name: str, x: Tensor) -> None:
+    TRAFFIC.update({name: 1, "bytes": x.numel() * x.element_size()})
+
+
+def _all_reduce(x: Tensor) -> Tensor:
+    _count("all_reduce", x)
+    dist.all_reduce(x := x.clone())
+    return x
+
+
+def _all_gather(x: Tensor, size: int) -> Tensor:
+    _count("all_gather", x)
+    parts = x.new_empty(size, *x.shape)
+    dist.all_gather(list(parts), x.contiguous())
+    return parts.movedim(0, -2).flatten(-2)
+
+
+# Operators of our own are one opaque node each for the compiler, on every backend.
+operators = torch.library.Library("eagle3", "DEF")
+for signature, run, shape in (("all_reduce(Tensor x) -> Tensor", _all_reduce, torch.empty_like),
+                              ("all_gather(Tensor x, int size) -> Tensor", _all_gather, lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))):
+    operators.define(signature)
+    operators.impl(signature.partition("(")[0], run, "CompositeExplicitAutograd")
+    operators.impl(signature.partition("(")[0], shape, "Meta")
+
+
+def all_reduce(x: Tensor, shard: Shard) -> Tensor:
+    """The sum over ranks, on each of them."""
+    return x if shard.size == 1 else torch.ops.eagle3.all_reduce(x)
+
+
+def all_gather(x: Tensor, shard: Shard) -> Tensor:
+    """[..., n] of each rank -> [..., size * n], in the order of ranks, on each of them."""
+    return x if shard.size == 1 else torch.ops.eagle3.all_gather(x, shard.size)
+
+
+def broadcast(x: Tensor, shard: Shard) -> Tensor:
+    """Rank 0's x, on each of them: whatever a later forward depends on goes through here, so that ranks cannot part."""
+    if shard.size > 1:
+        _count("broadcast", x)
+        dist.broadcast(x := x.contiguous(), 0)
+    return x
+
+
+def wait_for_all(shard: Shard) -> None:
+    all_reduce(torch.zeros(1), shard)
+
+
+def join_ranks() -> Shard:
+    """Meet the other processes that torchrun started; one rank without it. Small decisions travel as CPU tensors, so that no GPU waits."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return Shard()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return Shard(dist.get_rank(), dist.get_world_size())
+
+
+def check_split(shard: Shard, what: str, sizes: dict[str, int], num_kv_heads: int) -> None:
+    """Raises ValueError, with the numbers of ranks that would do, for a model that cannot be split over so many."""
+    fits = lambda ranks: not any(n % ranks for n in sizes.values()) and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
+    if not fits(shard.size):
+        stated = ", ".join(f"{name} {n}" for name, n in {**sizes, "num_key_value_heads": num_kv_heads}.items())
+        raise ValueError(f"{what} cannot be split evenly over {shard.size} ranks ({stated}): use "
+                         f"{' or '.join(str(n) for n in range(1, min(sizes.values()) + 1) if n <= 1024 and fits(n))} ranks")
+
+
+# -----------------------------------------------------------------------------
+# 4. Transformer pieces
 # Shared by target and head, training and serving. A layer does not know where its keys and values live: it hands q, k, v to a context,
 # and the three contexts (whole rows, KV cache, training-time test) are the only places that differ. Needs nothing.
 
@@ -438,7 +544,6 @@ def packed_linear(x: Tensor, handle: int, size: int, bias: Tensor | None) -> Ten
     return run_packed(x, PACKED[handle], bias, "none", [], "")
 
 
-operators = torch.library.Library("eagle3", "DEF")
 operators.define("packed_linear(Tensor x, int handle, int size, Tensor? bias) -> Tensor")
 operators.impl("packed_linear", packed_linear, "CPU")
 operators.impl("packed_linear", lambda x, handle, size, bias: x.new_empty(*x.shape[:-1], size), "Meta")
@@ -486,6 +591,41 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return joined_linear(x, self)[0]
+
+
+class ColumnParallelLinear(Linear):
+    """Output features split over ranks, in pieces of `unit` (a head) that stay whole: this rank's part of the result."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, shard: Shard, unit: int = 1):
+        pieces = shard.part(out_features // unit)
+        super().__init__(in_features, (pieces.stop - pieces.start) * unit, bias)
+        self.split = Split(0, slice(pieces.start * unit, pieces.stop * unit), out_features)
+
+
+class RowParallelLinear(Linear):
+    """Input features split over ranks: each has its part of the input, and all get the whole result. The bias is rank 0's, the others hold 0."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, shard: Shard):
+        super().__init__(in_features // shard.size, out_features, bias)
+        self.shard, self.split = shard, Split(1, shard.part(in_features), in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(super().forward(x), self.shard)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Rows split over ranks: each looks up its own tokens, the others' are zero."""
+
+    def __init__(self, size: int, hidden_size: int, shard: Shard):
+        super().__init__(size // shard.size, hidden_size)
+        self.shard, self.split = shard, Split(0, shard.part(size), size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.shard.size == 1:
+            return super().forward(tokens)
+        own = tokens - self.split.part.start
+        absent = (own < 0) | (own >= self.num_embeddings)
+        return all_reduce(super().forward(own.masked_fill(absent, 0)).masked_fill(absent[..., None], 0), self.shard)
 
 
 def pack(module: nn.Module) -> None:
@@ -607,14 +747,13 @@ class Attention(nn.Module):
     """Projections, optional per-head q/k norm, rope; the context does the rest. in_size is C, or 2C in the draft head."""
     joined = (("q_proj", "k_proj", "v_proj"),)  # see pack
 
-    def __init__(self, in_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int,
+    def __init__(self, in_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, shard: Shard,
                  qkv_bias: bool = False, o_bias: bool = False, qk_norm_eps: float | None = None):
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = Linear(in_size, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = Linear(in_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = Linear(in_size, num_kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+        self.q_proj = ColumnParallelLinear(in_size, num_heads * head_dim, qkv_bias, shard, head_dim)
+        self.k_proj, self.v_proj = (ColumnParallelLinear(in_size, num_kv_heads * head_dim, qkv_bias, shard, head_dim) for _ in range(2))
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, o_bias, shard)
         self.q_norm, self.k_norm = (nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rope: Rope, attend) -> Tensor:
@@ -628,11 +767,10 @@ class MLP(nn.Module):
     """SwiGLU."""
     joined = (("gate_proj", "up_proj"),)  # see pack
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+    def __init__(self, hidden_size: int, intermediate_size: int, shard: Shard, bias: bool = False):
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj, self.up_proj = (ColumnParallelLinear(hidden_size, intermediate_size, bias, shard) for _ in range(2))
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, shard)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = joined_linear(x, self.gate_proj, self.up_proj)
@@ -640,19 +778,19 @@ class MLP(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# 4. Target
+# 5. Target
 # The large model, reduced to what speculation needs: one forward that serves whole rows, prefill, a plain step and tree verification, and
-# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 1, 2, 3.
+# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 1, 2, 4.
 
 
 class TargetLayer(nn.Module):
-    def __init__(self, config: TargetConfig):
+    def __init__(self, config: TargetConfig, shard: Shard):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+        self.self_attn = Attention(config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, shard,
                                    config.qkv_bias, config.o_bias, config.rms_norm_eps if config.qk_norm else None)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, shard, config.mlp_bias)
 
     def forward(self, x: Tensor, rope: Rope, attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, attend)
@@ -665,16 +803,18 @@ class TargetOutput(NamedTuple):
 
 
 class Target(nn.Module):
-    """A dense decoder (Llama, Qwen2/2.5, Qwen3). Parameter names are Hugging Face's, without the leading 'model.'."""
+    """A dense decoder (Llama, Qwen2/2.5, Qwen3), or this rank's part of it. Parameter names are Hugging Face's, without the leading
+    'model.'. Raises ValueError where it cannot be split so."""
 
-    def __init__(self, config: TargetConfig):
+    def __init__(self, config: TargetConfig, shard: Shard = Shard()):
         super().__init__()
-        self.config = config
+        check_split(shard, "the target", {key: getattr(config, name) for name, key in SPLIT_SIZES.items()}, config.num_kv_heads)
+        self.config, self.shard = config, shard
         self.fingerprint: dict | None = None  # set by load_target
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(TargetLayer(config) for _ in range(config.num_layers))
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, shard)
+        self.layers = nn.ModuleList(TargetLayer(config, shard) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, False, shard)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.register_buffer("rope_frequencies", config.rope.frequencies(config.head_dim), persistent=False)
@@ -694,9 +834,9 @@ class Target(nn.Module):
             captures[len(self.layers)] = x
         return TargetOutput(x, captures)
 
-    def logits(self, last: Tensor) -> Tensor:
-        """[..., C] -> [..., V]."""
-        return self.lm_head(self.norm(last))
+    def logits(self, last: Tensor, is_normed: bool = False) -> Tensor:
+        """[..., C] -> [..., V]; is_normed: last is behind the final norm already."""
+        return all_gather(self.lm_head(last if is_normed else self.norm(last)), self.shard)
 
 
 @dataclass
@@ -708,12 +848,12 @@ class TargetEnds:
     lm_head: nn.Module
     fingerprint: dict | None = None
 
-    def logits(self, last: Tensor) -> Tensor:
-        return self.lm_head(self.norm(last))
+    def logits(self, last: Tensor, is_normed: bool = False) -> Tensor:
+        return self.lm_head(last if is_normed else self.norm(last))
 
 
 # -----------------------------------------------------------------------------
-# 5. Hidden-state hooks
+# 6. Hidden-state hooks
 # For targets that are somebody else's nn.Module (a transformers model). Hooks registered on a compiled module capture nothing, in silence,
 # so that is refused, and so is a boundary that was not captured exactly once per forward. Needs: 1.
 
@@ -778,23 +918,23 @@ def capture_hidden_states(model: nn.Module, layout: FeatureLayout):
 
 
 # -----------------------------------------------------------------------------
-# 6. Draft head
+# 7. Draft head
 # One decoder layer that reads (hidden state, next token) and predicts the token after it. fuse() is for the target's features only, step()
-# is the layer; the same two serve training, evaluation and serving. Needs: 1, 2, 3.
+# is the layer; the same two serve training, evaluation and serving. Needs: 1, 2, 4.
 # Official: eagle/model/cnets.py. The paper's figure has a second fully connected layer; code and checkpoints have none, nor do we.
 
 
 class DraftLayer(nn.Module):
     """The official 'midlayer': attention reads [norm(embedding), norm(hidden)], 2C wide; the residual is the hidden state."""
 
-    def __init__(self, config: DraftConfig):
+    def __init__(self, config: DraftConfig, shard: Shard):
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)  # of the embedding
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)      # of the hidden state
-        self.self_attn = Attention(2 * config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.self_attn = Attention(2 * config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, shard)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, shard)
 
     def forward(self, embedding: Tensor, hidden: Tensor, rope: Rope, attend) -> Tensor:
         normed = self.hidden_norm(hidden)
@@ -807,21 +947,23 @@ class DraftHead(nn.Module):
     """The EAGLE-3 draft head. Tensor names are the published checkpoints': fc, midlayer.*, norm, lm_head, d2t, t2d.
 
     draft_ids [Vd]: the target ids that the head can draft, ascending. The target's embedding is shared, not owned: attach() a target
-    before use.
+    before use. With a shard this is a rank's part of the head, for serving; training has whole heads, and the ranks share the rows.
     """
 
-    def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None):
+    def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, shard: Shard = Shard()):
         super().__init__()
-        self.config = config
+        check_split(shard, "the draft head", {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size,
+                    "hidden_size": config.hidden_size, "draft_vocab_size": config.draft_vocab_size}, config.num_kv_heads)
+        self.config, self.shard = config, shard
         A, C, Ct = len(config.layout.boundaries), config.hidden_size, config.layout.hidden_size
-        self.fc = Linear(A * Ct, C, bias=False)
+        self.fc = ColumnParallelLinear(A * Ct, C, False, shard)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(Ct, config.rms_norm_eps) for _ in range(A))
         if config.norm_before_fc:
             self.input_norm = RMSNorm(A * Ct, config.rms_norm_eps)
-        self.midlayer = DraftLayer(config)
+        self.midlayer = DraftLayer(config, shard)
         self.norm = RMSNorm(C, config.rms_norm_eps)
-        self.lm_head = Linear(C, config.draft_vocab_size, bias=False)
+        self.lm_head = ColumnParallelLinear(C, config.draft_vocab_size, False, shard)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))  # offsets: target id = i + d2t[i]
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))         # mask: this target id can be drafted
         self.register_buffer("rope_frequencies", config.rope.frequencies(config.head_dim), persistent=False)
@@ -867,7 +1009,7 @@ class DraftHead(nn.Module):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, features.chunk(len(self.fc_norm), -1))], dim=-1)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
-        return self.fc(features)
+        return all_gather(self.fc(features), self.shard)
 
     def step(self, hidden: Tensor, tokens: Tensor, positions: Tensor, context) -> tuple[Tensor, Tensor]:
         """hidden [B,T,C] (fused features, or this method's own result), the tokens that follow them [B,T], slot positions [B,T].
@@ -879,6 +1021,10 @@ class DraftHead(nn.Module):
         normed = self.norm(hidden)
         return normed if self.config.norm_output else hidden, normed
 
+    def logits(self, normed: Tensor) -> Tensor:
+        """step's second result [..., C] -> [..., Vd]."""
+        return all_gather(self.lm_head(normed), self.shard)
+
 
 def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
     """The `size` most frequent token ids by counts [V] (ties: the smaller id; unused ids fill up, smallest first), ascending: [size].
@@ -889,13 +1035,13 @@ def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# 7. Training-time test
+# 8. Training-time test
 # The head is trained as it is served: K steps on its own hidden states, each seeing what serving would show it (EAGLE-3, section 3.2).
 # Everything stays unshifted; slot t at step i is given token t+1+i, guesses token t+2+i, and learns from the target's prediction at t+1+i.
 #
 #     tokens       x0 x1 x2 x3 x4 x5          slot 1, step 0: features f1, token x2, guesses x3; teacher: target at 2
 #     slot 1       f1                         slot 1, step 1: own hidden,  token x3, guesses x4; teacher: target at 3
-# Needs: 3, 6.
+# Needs: 4, 7.
 
 
 def shift(x: Tensor, by: int) -> Tensor:
@@ -981,10 +1127,11 @@ class TTTBatch(NamedTuple):
 
 @torch.no_grad()
 def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: dict[int | str, Tensor], ttt_steps: int,
-                row_names: list[str] | None = None, chain_share: float = 1.0, seed: int = 0) -> TTTBatch:
+                row_names: list[str] | None = None, chain_share: float = 1.0, seeds: list[int] | None = None) -> TTTBatch:
     """tokens and loss_mask [B,T] (right-padded, mask False there) and their captured hidden states -> a batch. The teacher is captures[L], or
     captures["normed"]: the same after the target's final norm, as some trainers store it. chain_share: of the slots, how many go on past step
-    0, drawn by seed; neighbouring slots teach nearly the same, so a part of them, and more rows instead, can be the better use of the time.
+    0, drawn by each row's seed; neighbouring slots teach nearly the same, so a part of them, and more rows instead, can be the better use of
+    the time.
 
     Raises ValueError naming the rows in which no slot is trained, or whose hidden states are not finite.
     """
@@ -1004,13 +1151,16 @@ def prepare_ttt(head: DraftHead, tokens: Tensor, loss_mask: Tensor, captures: di
     draft_ids = head.draft_to_target(torch.arange(len(head.d2t), device=tokens.device))
     found, draft_logits = [], []
     for part in teacher.split(512):  # [.,V] logits are large: a few at a time
-        logits = head.target.lm_head(part) if "normed" in captures else head.target.logits(part)
+        logits = head.target.logits(part, "normed" in captures)
         found.append(logits.max(-1).indices)  # argmax, a fifth of its time in bf16 on a CPU
         draft_logits.append(logits[:, draft_ids])
     teacher_tokens = torch.zeros_like(tokens).masked_scatter(needed, torch.cat(found))
     index = (needed.flatten().cumsum(0) - 1).view_as(needed).clamp(min=0)
     in_vocabulary = head.t2d[teacher_tokens]
-    drawn = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device) < chain_share
+    drawn = torch.ones_like(spans, dtype=torch.bool)
+    if chain_share < 1:
+        uniform = [torch.rand(tokens.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        drawn = torch.stack(uniform).to(tokens.device) < chain_share
     trained = [trained_slots(spans, i) & (drawn if i else True) for i in range(ttt_steps)]
     counted = [int((slots & shift(in_vocabulary, 1 + i)).sum()) for i, slots in enumerate(trained)]
     return TTTBatch(tokens, spans, trained, head.config.layout.pack(captures), teacher_tokens, index, torch.cat(draft_logits), torch.tensor(counted))
@@ -1035,6 +1185,12 @@ class TTTStats:
     def zeros(cls, ttt_steps: int) -> "TTTStats":
         count = torch.zeros(ttt_steps, dtype=torch.int64)
         return cls(count.double(), count, count, count, 0, 0)
+
+    def summed(self, shard: Shard) -> "TTTStats":
+        """Over all ranks."""
+        K, values = len(self.loss_sums), [getattr(self, f.name) for f in fields(self)]
+        total = all_reduce(torch.cat([torch.as_tensor(value).double().flatten() for value in values]), shard)
+        return TTTStats(total[:K], *total[K:4 * K].long().chunk(3), *total[4 * K:].long().tolist())
 
     def __add__(self, other: "TTTStats") -> "TTTStats":
         return TTTStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -1143,6 +1299,8 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     """
     K = len(batch.num_counted)
     B, T = batch.tokens.shape
+    if head.shard.size > 1 and torch.is_grad_enabled():
+        raise ValueError("a split head cannot be trained: training has whole heads, and the ranks share the rows")
     weights = ttt_weights(K, batch.num_counted if num_counted is None else num_counted)
     in_vocabulary = head.t2d[batch.teacher_tokens]
     trained = batch.trained
@@ -1155,7 +1313,8 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
         slot_weights.append(shift(in_vocabulary, 1 + i)[trained[i]] * weights[i].to(batch.tokens.device))
         teacher_index.append(shift(batch.teacher_index, 1 + i)[trained[i]])
     sizes = [len(x) for x in outputs]
-    loss, losses, guesses = SlotLoss.apply(torch.cat(outputs), head.lm_head.weight, torch.cat(slot_weights), batch.teacher_logits,
+    lm_head = all_gather(head.lm_head.weight.T, head.shard).T
+    loss, losses, guesses = SlotLoss.apply(torch.cat(outputs), lm_head, torch.cat(slot_weights), batch.teacher_logits,
                                            torch.cat(teacher_index), torch.is_grad_enabled())
     correct, sums = torch.zeros(B, T, K, dtype=torch.bool, device=batch.tokens.device), []
     for i, (found, at_slots) in enumerate(zip(head.draft_to_target(guesses).split(sizes), losses.split(sizes))):
@@ -1168,7 +1327,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
 
 
 # -----------------------------------------------------------------------------
-# 8. Sampling
+# 9. Sampling
 # One rule for every temperature: the target's token is argmax(processed log-probabilities + noise(seed, position, token)). The noise is a
 # stateless function, so it does not matter when, where or beside whom a position is computed: sampled speculation gives, token for token,
 # the text that sampled plain decoding gives with the same seed, whatever the draft. Needs nothing.
@@ -1260,19 +1419,34 @@ def truncate(scaled: Tensor, sampling: BatchSampling) -> Tensor:
     return scaled.masked_fill((scaled < least) & ~free, float("-inf"))
 
 
-def token_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling) -> Tensor:
-    """What the target's choice is the argmax of: [B,N,V]. positions [B,N]: of the token that is chosen, not of the one before it."""
+def token_scores(logits: Tensor, positions: Tensor, sampling: BatchSampling, first: int = 0) -> Tensor:
+    """What the target's choice is the argmax of, by token from id `first` on: [B,N,V]. positions [B,N]: of the token that is chosen, not of
+    the one before it."""
     if sampling.is_greedy:
         return logits
     scaled = temper(logits, sampling)
     scaled = truncate(scaled, sampling) if sampling.truncates else scaled
-    return scaled + row_noise(positions, torch.arange(logits.shape[-1], device=logits.device), sampling)
+    return scaled + row_noise(positions, first + torch.arange(logits.shape[-1], device=logits.device), sampling)
+
+
+def choose_tokens(own_logits: Tensor, positions: Tensor, sampling: BatchSampling, shard: Shard = Shard()) -> tuple[Tensor, Tensor]:
+    """The target's tokens [B,N] at these positions (of the tokens chosen), and their scores: not finite where the logits are not.
+    own_logits [B,N,V / ranks]. The noise is known everywhere, so ranks exchange only their best; logits, where a row truncates."""
+    if sampling.truncates:
+        own_logits, shard = all_gather(own_logits, shard), Shard()
+    first = shard.rank * own_logits.shape[-1]
+    score, token = token_scores(own_logits, positions, sampling, first).max(-1)  # argmax, a fifth of its time in bf16 on a CPU
+    if shard.size == 1:
+        return token, score
+    scores, tokens = all_gather(torch.stack([score.double(), (first + token).double()])[..., None], shard)  # [B,N,ranks] each
+    winner = scores.max(-1, keepdim=True).indices  # ties: the first rank, as within one rank the first token
+    return tokens.gather(-1, winner)[..., 0].long(), scores.gather(-1, winner)[..., 0]
 
 
 # -----------------------------------------------------------------------------
-# 9. Draft tree
+# 10. Draft tree
 # The guesses of one round. A chain is the tree with topk 1. `parents` is the only representation: depths, mask and paths follow from it,
-# on the device. Needs: 2, 3, 8.
+# on the device. Needs: 2, 4, 9.
 
 
 class DraftTree(NamedTuple):
@@ -1350,9 +1524,9 @@ def grow_tree(step, target_ids: Tensor, root: Tensor, hidden: Tensor, logits: Te
 
 
 # -----------------------------------------------------------------------------
-# 10. Verification
+# 11. Verification
 # A guess is right if it is the token that the target chooses at its parent. Nothing else decides, so the text is the target's own,
-# whatever the draft. Needs: 9.
+# whatever the draft. Needs: 10.
 
 
 class Accepted(NamedTuple):
@@ -1381,9 +1555,9 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
 
 
 # -----------------------------------------------------------------------------
-# 11. Engine
+# 12. Engine
 # Several requests at once over fixed slots, each with its own length. A round is the same with and without a head: without one the tree is
-# just its root, and verification is a plain step. Needs: 2-4, 6, 8-10.
+# just its root, and verification is a plain step. Needs: 2-5, 7, 9-11.
 
 
 class Stopwatch:
@@ -1531,7 +1705,7 @@ class Engine:
         shapes = spec if isinstance(spec, tuple) else (spec,) if spec else ()
         if head is not None and any(shape.topk > head.config.draft_vocab_size for shape in shapes):
             raise ValueError(f"topk must not exceed the draft vocabulary of {head.config.draft_vocab_size}: got {', '.join(map(str, shapes))}")
-        config, weight = target.config, target.norm.weight
+        config, weight, self.shard = target.config, target.norm.weight, target.shard
         if max_length > config.max_position_embeddings:
             raise ValueError(f"max_length must be within the target's context of {config.max_position_embeddings} tokens: got {max_length}")
         self.target, self.head, self.shapes = target, head, shapes
@@ -1544,10 +1718,11 @@ class Engine:
         self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
                           + [self.block] * (head is not None))
         columns = max_length + self.margin
-        self.cache = KVCache(config.num_layers, max_batch, config.num_kv_heads, columns, config.head_dim, weight.dtype, self.device)
+        own_heads = lambda config: len(range(config.num_kv_heads)[self.shard.part(config.num_kv_heads)])
+        self.cache = KVCache(config.num_layers, max_batch, own_heads(config), columns, config.head_dim, weight.dtype, self.device)
         if head is not None:
             own = head.config
-            self.draft_cache = KVCache(1, max_batch, own.num_kv_heads, columns, own.head_dim, head.norm.weight.dtype, self.device)
+            self.draft_cache = KVCache(1, max_batch, own_heads(own), columns, own.head_dim, head.norm.weight.dtype, self.device)
             self.hidden = torch.zeros(max_batch, own.hidden_size, dtype=head.norm.weight.dtype, device=self.device)  # at the last true slot
             self.draft_logits = torch.zeros(max_batch, own.draft_vocab_size, dtype=head.norm.weight.dtype, device=self.device)
             width = head.config.layout.width
@@ -1645,8 +1820,18 @@ class Engine:
         if any(self.slots):
             if shape == "choose":
                 shape = self.controller.choose() if self.controller else self.shapes[0] if self.shapes else None
-            events += self._round(shape)
+            events += self._round(self._agree(shape))
         return events
+
+    def _agree(self, shape: SpecConfig | None) -> SpecConfig | None:
+        """Rank 0's shape: each rank's clock may have chosen another. Raises RuntimeError for ranks that were not given the same requests."""
+        choices = (None, *self.shapes)
+        ours = [choices.index(shape), len(self.waiting), *(len(r.prompt) + len(r.output) if r else 0 for r in self.slots)]
+        index, *state = broadcast(torch.tensor(ours), self.shard).tolist()
+        if state != ours[1:]:
+            raise RuntimeError(f"rank {self.shard.rank} was not given the requests that rank 0 has: every rank must submit and cancel the same ones, "
+                               "between the same steps")
+        return choices[index]
 
     def compile(self) -> "Engine":
         """Compile the hot functions and run each once, so that nothing is compiled while requests wait. Selection (noise, acceptance, the
@@ -1675,16 +1860,18 @@ class Engine:
     # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
 
     def _run_target(self, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """A plain step, or the verification of a tree: tokens, positions [B,N], mask [B,N,N] -> logits [B,N,V], features [B,N,A*C]."""
+        """A plain step, or the verification of a tree: tokens, positions [B,N], mask [B,N,N] -> this rank's logits [B,N,V / ranks],
+        features [B,N,A*C]."""
         out = self.target(tokens, CacheContext(self.cache, lengths, tokens.shape[1], columns, mask), positions, self.boundaries)
-        return self.target.logits(out.last), self.head.config.layout.pack(out.captures) if self.head else out.last
+        own_logits = self.target.lm_head(self.target.norm(out.last))
+        return own_logits, self.head.config.layout.pack(out.captures) if self.head else out.last
 
     def _run_head(self, hidden: Tensor, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, block: Tensor,
                   offset: Tensor) -> tuple[Tensor, Tensor]:
         """One level of the tree: see grow_tree."""
         context = CacheContext(self.draft_cache, lengths, tokens.shape[1], columns, block, offset)
         hidden, normed = self.head.step(hidden, tokens, positions, context)
-        return hidden, self.head.lm_head(normed)
+        return hidden, self.head.logits(normed)
 
     def _run_extend(self, features: Tensor, tokens: Tensor, count: Tensor, lengths: Tensor, columns: Tensor,
                     cache: KVCache | None = None) -> tuple[Tensor, Tensor]:
@@ -1695,7 +1882,7 @@ class Engine:
         context = CacheContext(cache or self.draft_cache, lengths, T, columns)
         hidden, normed = self.head.step(self.head.fuse(features), tokens, positions, context)
         last = count[:, None] - 1
-        return gather_nodes(hidden, last)[:, 0], self.head.lm_head(gather_nodes(normed, last))[:, 0]
+        return gather_nodes(hidden, last)[:, 0], self.head.logits(gather_nodes(normed, last))[:, 0]
 
     def _prefill(self, slot: int, request: Request) -> list[int]:
         """Run the prompt, in chunks, through target and head, eagerly (every length is another shape); emits the first token."""
@@ -1711,8 +1898,9 @@ class Engine:
             out = self.target(tokens, CacheContext(row, lengths, T, columns), positions, self.boundaries)
             following = prompt[:, end:end + 1]  # the token behind this chunk: the next prompt token, or the first new one
             if end == len(request.prompt):
-                logits = self.target.logits(out.last[:, -1:])
-                following = token_scores(logits, positions[:, -1:] + 1, own).argmax(-1)
+                own_logits = self.target.lm_head(self.target.norm(out.last[:, -1:]))
+                following, score = choose_tokens(own_logits, positions[:, -1:] + 1, own, self.shard)
+                following, is_finite = broadcast(torch.cat([following, score.isfinite().long()]), self.shard).split(1)
             if self.head:
                 features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
                 shifted = torch.cat([tokens[:, 1:], following], dim=1)
@@ -1720,7 +1908,7 @@ class Engine:
                 self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
                 self.late[slot] = 0
         self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), following[0, -1], 1
-        if not logits.max().isfinite():
+        if not is_finite:
             self._finish(request, "error")
             return []
         return self._emit(request, [int(following[0, -1])])
@@ -1740,26 +1928,31 @@ class Engine:
         step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, self.lengths, columns, block, offset)
         return grow_tree(step, self.target_ids, self.root, self.hidden, self.draft_logits, self.lengths, shape, self.sampling)
 
-    def _choose(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's tokens [B,N] at these positions (of the tokens chosen)."""
-        return token_scores(logits, positions, self.sampling).max(-1).indices  # argmax, a fifth of its time in bf16 on a CPU
+    def _choose(self, own_logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_tokens(own_logits, positions, self.sampling, self.shard)
 
     def _round(self, shape: SpecConfig | None) -> list[tuple[Request, list[int]]]:
-        """Draft, verify, accept, commit; then one small transfer tells Python what was accepted."""
+        """Draft, verify, accept, commit; then one small transfer tells Python what was accepted. The tree and what is accepted of it are rank
+        0's: kernels may round a near-tie another way elsewhere."""
         watch, columns = Stopwatch(self.device), self._columns()
         watch.mark()
         tree = self._draft(shape, columns)
+        if shape:
+            tree = DraftTree(*broadcast(torch.stack(tree), self.shard))
         watch.mark()
         mask = ancestor_mask(tree.parents)
         positions = self.lengths[:, None] + mask.sum(-1) - 1
-        logits, features = self._run_target(tree.tokens, positions, self.lengths, columns, mask)
-        target_tokens = self._choose(logits, positions + 1)
+        own_logits, features = self._run_target(tree.tokens, positions, self.lengths, columns, mask)
+        target_tokens, scores = self._choose(own_logits, positions + 1)
         path, num_accepted = accept(tree, target_tokens, shape.num_steps if shape else 0)
         emitted = target_tokens.gather(1, path)  # [B,P]: the accepted guesses, then the bonus token
+        finite = scores.isfinite().all(1)
+        decided = broadcast(torch.cat([path, emitted, num_accepted[:, None], finite[:, None]], dim=1), self.shard)
+        path, emitted, (num_accepted, finite) = *decided[:, :-2].chunk(2, dim=1), decided[:, -2:].unbind(1)
         if shape and shape.topk > 1:  # a chain's path lies dense already
             self.cache.keep(self.lengths, path)
         watch.mark()
-        finite = head_finite = logits.amax(-1).isfinite().all(1)
+        head_finite = finite
         if shape:  # the accepted slots anew, from the target's features instead of the head's own
             self.hidden, self.draft_logits = self._run_extend(gather_nodes(features, path), emitted, num_accepted + 1, self.lengths, columns)
             head_finite = self.draft_logits.amax(-1).isfinite()
@@ -1834,8 +2027,8 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
 
 
 # -----------------------------------------------------------------------------
-# 12. Checkpoints
-# Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1, 2, 4, 6.
+# 13. Checkpoints
+# Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1, 2, 5, 7.
 
 
 def read_json(path: Path) -> dict:
@@ -1901,15 +2094,22 @@ class TensorFolder:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def tensor(self, name: str) -> Tensor:
-        return self.files[name].get_tensor(name)
+    def shape(self, name: str) -> list[int]:
+        return self.files[name].get_slice(name).get_shape()
+
+    def tensor(self, name: str, split: Split | None = None) -> Tensor:
+        """The whole tensor, or one rank's part of it: no more is read."""
+        if split is None:
+            return self.files[name].get_tensor(name)
+        return self.files[name].get_slice(name)[(slice(None),) * split.dim + (split.part,)]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         return self.files[name].get_slice(name)[start:start + count]
 
 
 def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[str, str], dtype: torch.dtype, device, ignore=()) -> None:
-    """Fill `module` (built on the meta device) from {our name: stored name}; ValueError lists what is missing, unexpected or misshapen."""
+    """Fill `module` (built on the meta device) from {our name: stored name}; of what is split over ranks only this one's part is read.
+    ValueError lists what is missing, unexpected or misshapen."""
     short = lambda names: ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     missing = {stored for stored in stored_names.values() if stored not in folder}
     unexpected = {name for name in folder.files if name not in set(stored_names.values()) and not name.endswith(tuple(ignore))}
@@ -1918,22 +2118,31 @@ def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[st
             f"{what} {short(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names))
     own, loaded = module.state_dict(), {}
     for name, stored in stored_names.items():
-        tensor = folder.tensor(stored)
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{folder.folder}: {stored} is {list(tensor.shape)}, the config says {list(own[name].shape)}")
+        split, shape, found = getattr(module.get_submodule(name.rpartition(".")[0]), "split", None), list(own[name].shape), folder.shape(stored)
+        split = split if split and split.dim < len(shape) else None  # a row-parallel bias is not split
+        if split:
+            shape[split.dim] = split.whole
+        if found != shape:
+            raise ValueError(f"{folder.folder}: {stored} is {found}, the config says {shape}")
+        tensor = folder.tensor(stored, split)
         loaded[name] = tensor.to(device, dtype if own[name].is_floating_point() else own[name].dtype)
+    for name, layer in module.named_modules():
+        if isinstance(layer, RowParallelLinear) and layer.bias is not None and layer.shard.rank > 0:
+            loaded[f"{name}.bias"].zero_()
     module.load_state_dict(loaded, strict=False, assign=True)  # strict was checked above; a tied lm_head has no entry of its own
     module.requires_grad_(False)
 
 
 def torch_device(name: str) -> str:
-    """The name, if such a device is here: cpu, cuda, cuda:1."""
+    """The name, if such a device is here: cpu, cuda, cuda:1. With several ranks cuda is each one's own."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise ValueError(f"device must be cpu, cuda or cuda:N: got {name!r}")
+    if kind == "cuda" and not index and dist.is_initialized():
+        index = os.environ["LOCAL_RANK"]
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name} is not here: this machine has {torch.cuda.device_count()} CUDA devices")
-    return name
+        raise ValueError(f"device {kind}:{index or 0} is not here: this machine has {torch.cuda.device_count()} CUDA devices")
+    return f"{kind}:{index}" if index else kind
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -1979,12 +2188,13 @@ def require_same_target(own: dict, other: dict, ours: str, theirs: str) -> None:
         warnings.warn(f"{ours} was made with other weights than {theirs} (a fine-tune of the same base?): expect fewer accepted tokens")
 
 
-def load_target(folder: str | Path, dtype: str | None = None, device="cpu") -> Target:
-    """A Hugging Face folder -> Target, in dtype (default: as stored), without gradients. Raises ValueError / FileNotFoundError by name."""
+def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shard: Shard = Shard()) -> Target:
+    """A Hugging Face folder -> Target, or a rank's part of it, in dtype (default: as stored), without gradients. Raises ValueError /
+    FileNotFoundError by name."""
     config = read_target_config(folder)
     tensors = TensorFolder(folder)
     with torch.device("meta"):
-        target = Target(config)
+        target = Target(config, shard)
     names = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in target.state_dict()}
     ignore = ["rotary_emb.inv_freq"]
     if config.tie_word_embeddings:
@@ -2074,7 +2284,7 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, wher
 
 def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None,
                dtype: str | None = None) -> DraftHead:
-    """A head's folder -> a DraftHead attached to `target`, in dtype (default: the target's), without gradients.
+    """A head's folder -> a DraftHead attached to `target`, split as that is, in dtype (default: the target's), without gradients.
 
     Raises LayoutMismatch or ValueError if it was trained on other features, for another target or tokenizer, or is not whole.
     """
@@ -2087,7 +2297,7 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
         require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
     weight = target.norm.weight
     with torch.device("meta"):
-        head = DraftHead(head_config)
+        head = DraftHead(head_config, shard=getattr(target, "shard", Shard()))
     load_strictly(head, tensors, {name: name for name in head.state_dict()}, torch_dtype(dtype) if dtype else weight.dtype, weight.device)
     check_draft_vocabulary(head.d2t.cpu(), head.t2d.cpu())
     broken = [name for name, parameter in head.named_parameters() if not parameter.isfinite().all()]
@@ -2097,9 +2307,9 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
 
 
 # -----------------------------------------------------------------------------
-# 13. Text
+# 14. Text
 # Token ids are first-class everywhere above. Text needs a tokenizer: the well-kept libraries, imported where used, or plain bytes (the
-# demo's target). Needs: 12.
+# demo's target). Needs: 13.
 
 
 def require_package(name: str):
@@ -2193,8 +2403,8 @@ class TextStream:
 
 
 # -----------------------------------------------------------------------------
-# 14. Training rows
-# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 7, 13.
+# 15. Training rows
+# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 8, 14.
 
 
 @dataclass
@@ -2455,10 +2665,10 @@ def finished_conversations(path: Path, made: str) -> set[int]:
 
 
 # -----------------------------------------------------------------------------
-# 15. Stored features
+# 16. Stored features
 # Hidden states on disk, for training without the target: one file a row, one tensor a boundary, by name; the layout and the target stand in
 # the manifest and in every file. A row that exists is whole, so an interrupted extraction goes on with what is missing, and several
-# processes share the rows without talking. Needs: 1, 4, 12, 14.
+# processes share the rows without talking. Needs: 1, 5, 13, 15.
 
 
 class StoredRow(NamedTuple):
@@ -2683,9 +2893,9 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
 
 
 # -----------------------------------------------------------------------------
-# 16. Wiring check
+# 17. Wiring check
 # Tells a head that is fed wrongly from one that is weak. Stored hidden states are compared with all that the target computes for the same
-# tokens; where nothing is stored, the head is fed other hidden states, to see whether it knows some of them better. Needs: 4, 6, 7.
+# tokens; where nothing is stored, the head is fed other hidden states, to see whether it knows some of them better. Needs: 5, 7, 8.
 
 MATCH = 0.9  # similarity from which on two blocks are the same boundary; neighbouring boundaries of real models lie well below
 
@@ -2801,7 +3011,7 @@ def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
     def score(boundaries: tuple[int, ...], by: int) -> tuple[float, float]:  # loss, accuracy
         feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
         stats = sum((ttt_loss(head, feed(*item))[1] for item in prepared), TTTStats.zeros(1))
-        return stats.loss, stats.accuracy[0]
+        return tuple(broadcast(torch.tensor([stats.loss, stats.accuracy[0]], dtype=torch.float64), target.shard).tolist())
 
     best, by = layout.boundaries, 0
     wired = loss, accuracy = score(best, by)
@@ -2833,7 +3043,7 @@ def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
 
 
 # -----------------------------------------------------------------------------
-# 17. Scripts
+# 18. Scripts
 # What train.py and serve.py share. Needs nothing.
 
 
@@ -2847,21 +3057,45 @@ def require_pyplot(picture: str | Path):
     return pyplot
 
 
-def require_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("several ranks are not there yet: run with one process")
+def is_first_failure() -> bool:
+    """Of ranks that end for one reason, one says so."""
+    if not dist.is_initialized():
+        return int(os.environ.get("RANK", 0)) == 0
+    try:
+        return dist.distributed_c10d._get_default_store().add("eagle3 failures", 1) == 1
+    except RuntimeError:  # whoever kept the store is gone
+        return False
 
 
 def run_script(name: str, run) -> None:
-    """The end of both scripts: print run()'s summary as the last line, one JSON object; a user's mistake as one line, with exit code 2.
-    A summary with a verdict other than ok ends with exit code 1."""
+    """Both scripts: meet the other ranks and run(shard). Rank 0 prints the summary as the last line, one JSON object; a verdict other than ok
+    ends with exit code 1. A user's mistake, an interrupt or a lost rank ends all ranks, with one line and exit code 2, 130 (143 for SIGTERM)
+    and 3."""
+    def terminate(*_):
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGTERM, terminate)
+    code, message = 0, None
     try:
-        summary = run()
+        shard = join_ranks()
+        if shard.rank:  # rank 0 speaks for all
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+        summary = run(shard)
+        wait_for_all(shard)
+        code = 0 if summary.get("verdict", "ok") == "ok" else 1
+        print(json.dumps(summary))
     except (ValueError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        code, message = 2, str(error)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    print(json.dumps(summary))
-    sys.exit(0 if summary.get("verdict", "ok") == "ok" else 1)
+        code, message = 130, "interrupted"
+    except SystemExit as error:
+        code, message = error.code, "terminated" if error.code == 143 else None
+    except Exception as error:
+        lost = dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))
+        code, message = (3, f"rank {shard.rank} lost another rank: it was killed, or ran out of memory ({error})") if lost else (1, traceback.format_exc())
+    if message and is_first_failure():
+        print(f"{name}: {message}", file=sys.__stderr__)
+    sys.stdout.flush()
+    if dist.is_initialized():
+        os._exit(code)  # a collective that waits for a rank that is gone would keep the process
+    sys.exit(code)

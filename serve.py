@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 import eagle3
-from eagle3 import Engine, FeatureLayout, Sampling, SpecConfig, SpecStats
+from eagle3 import Engine, FeatureLayout, Sampling, Shard, SpecConfig, SpecStats
 
 DEMO = Path("runs/demo")
 TIE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}  # logit gap under which two greedy texts may part by rounding
@@ -80,7 +80,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         eagle3.require_pyplot(args.plot)
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
-    eagle3.torch_device(args.device)
+    args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     return args
 
@@ -94,8 +94,8 @@ def resolve_spec(args) -> SpecConfig | tuple[SpecConfig, ...] | None:
     return SpecConfig(*given)
 
 
-def load(args):
-    """Target, head (or None) and spec (or None); prints what was resolved."""
+def load(args, ranks: Shard):
+    """Target, head (or None) and spec (or None), this rank's part of them; prints what was resolved."""
     spec = resolve_spec(args)  # before any weights are read
     if args.target is None:
         if args.draft is not None:
@@ -108,18 +108,19 @@ def load(args):
     if args.layers:
         config = eagle3.read_target_config(args.target)
         stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
-    target = eagle3.load_target(args.target, args.dtype, args.device)
+    target = eagle3.load_target(args.target, args.dtype, args.device, ranks)
     args.dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
-    print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}")
+    print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}"
+          + (f", split over {ranks.size} ranks" if ranks.size > 1 else ""))
     shown = "no draft, or whichever pays most of: " + "; ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec)
     print(f"draft head {args.draft}: features {head.config.layout}; {shown}" if head else "plain decoding")
     return target, head, spec if head else None
 
 
-def answer(args) -> dict:
+def answer(args, ranks: Shard) -> dict:
     """Stream one answer."""
-    target, head, spec = load(args)
+    target, head, spec = load(args, ranks)
     if args.prompt_ids is not None:
         parts = args.prompt_ids.split(",")
         if not all(part.strip().isdecimal() for part in parts):
@@ -211,9 +212,9 @@ class ReplayEngine(Engine):
         tokens = torch.where(right, recorded, (recorded + 1) % self.target.config.vocab_size)
         return tree._replace(tokens=torch.where(depth == 0, tree.tokens, tokens))
 
-    def _choose(self, logits, positions):
-        chosen = super()._choose(logits, positions)
-        return chosen if self.texts is None else self.texts.gather(1, positions)
+    def _choose(self, own_logits, positions):
+        chosen, scores = super()._choose(own_logits, positions)
+        return (chosen if self.texts is None else self.texts.gather(1, positions)), scores
 
 
 class Peer:
@@ -275,9 +276,11 @@ def timed(engine: Engine, prompts: list[list[int]], args):
     return requests, time.perf_counter() - begun
 
 
-def bench(args) -> dict:
+def bench(args, ranks: Shard) -> dict:
     """Each batch of prompts plainly and speculatively, in turns (A B, B A, ...), and whether the texts are the same."""
-    target, head, spec = load(args)
+    if args.peer and ranks.size > 1:
+        raise ValueError("--peer runs transformers in one process: leave out torchrun, or --peer")
+    target, head, spec = load(args, ranks)
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = bench_prompts(args, target.config)
@@ -341,7 +344,7 @@ def bench(args) -> dict:
           f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included"
           + (f"; transformers {rate['peer']:.1f} tok/s" if peer else ""))
     by_category = {name: tally.summary(depth) for name, tally in tallies.items()}
-    if args.plot:
+    if args.plot and ranks.rank == 0:
         plot_bench(args.plot, by_category, stats.per_position_acceptance(depth), ms_plain, times)
     return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
             "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None,
@@ -414,9 +417,9 @@ def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
         raise WiringFault("another tokenizer", f"{what} with another tokenizer: serve the target that was used then")
 
 
-def load_checked(args) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
+def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
     """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
-    target = eagle3.load_target(args.target, args.dtype, args.device)
+    target = eagle3.load_target(args.target, args.dtype, args.device, ranks)
     stated = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else None
     own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
     if own:
@@ -468,9 +471,9 @@ def search_other_features(head, tensors, target, evidence: dict) -> None:
             f"against {found.wired_loss:.3f}; it was probably trained on those (or, if it is weak, on their neighbours)")
 
 
-def diagnose(args, evidence: dict) -> str:
+def diagnose(args, ranks: Shard, evidence: dict) -> str:
     """The verdict; fills `evidence`. Raises WiringFault or LayoutMismatch."""
-    target, head, other_weights = load_checked(args)
+    target, head, other_weights = load_checked(args, ranks)
     folder, matches = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None, []
     if folder:
         stored = read_stored(folder, target, head.config.layout)
@@ -510,10 +513,10 @@ def diagnose(args, evidence: dict) -> str:
     return "ok"
 
 
-def check(args) -> dict:
+def check(args, ranks: Shard) -> dict:
     evidence: dict = {"thresholds": {"match": eagle3.MATCH, "weak_below": WEAK, "generalises_from": GENERALISES}}
     try:
-        verdict, cause = diagnose(args, evidence), None
+        verdict, cause = diagnose(args, ranks, evidence), None
     except (WiringFault, eagle3.LayoutMismatch) as fault:
         print(f"  {fault}")
         verdict, cause, evidence["error"] = "wiring", getattr(fault, "cause", "layout"), str(fault)
@@ -521,10 +524,9 @@ def check(args) -> dict:
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
 
 
-def main() -> dict:
-    eagle3.require_one_process()
+def main(ranks: Shard) -> dict:
     args = parse_args()
-    return check(args) if args.check else bench(args) if args.bench else answer(args)
+    return check(args, ranks) if args.check else bench(args, ranks) if args.bench else answer(args, ranks)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import shutil
 import sys
 import sysconfig
 import time
+import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eagle3
-from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, SpecConfig, SpecStats, Target, TargetConfig, TargetEnds, TTTBatch,
+from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, Shard, SpecConfig, SpecStats, Target, TargetConfig, TargetEnds,
                     TTTStats)
 
 DEMO, DEMO_STEPS = Path("runs/demo"), (170, 90)  # optimizer steps of the demo's target and head
@@ -67,7 +68,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
     add("--chain-share", type=float, default=1.0, help="of the trained slots, how many go on past step 0, drawn anew each time; fewer is faster")
     add("--max-length", type=int, help="tokens; longer rows are cut, and counted (default: 2048)")
-    add("--batch-size", type=int, default=4, help="rows per forward")
+    add("--batch-size", type=int, default=4, help="rows per forward, over all ranks")
     add("--accumulate", type=int, default=1, help="forwards per optimizer step")
     add("--lr", type=float, default=3e-4, help="peak learning rate (warm-up 1.5 %%, cosine to a tenth)")
     add("--epochs", type=int, default=1, help="passes over the rows")
@@ -80,11 +81,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="--regenerate: 0 = the most likely token")
     add("--top-p", type=float, default=1.0, help="--regenerate: sample from the most likely tokens that together reach p (1 = all)")
     # machine
+    add("--split-target", choices=["auto", "yes", "no"], default="auto", help="with several ranks: each holds a part of the target, which "
+        "computes all their rows together; or all of it (auto: where that takes more than half of a rank's memory, it is split)")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"],
         help="of the target and of products; master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    eagle3.torch_device(args.device)
+    args.device = eagle3.torch_device(args.device)
     if args.adopt and not (args.inspect and args.target):
         raise ValueError("--adopt belongs to --inspect DIR --target DIR")
     if args.inspect:
@@ -119,8 +122,19 @@ def parse_args(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
     if not 0 < args.chain_share <= 1:
         raise ValueError(f"--chain-share must be above 0, and at most 1: got {args.chain_share}")
-    eagle3.torch_device(args.device)
+    args.device = eagle3.torch_device(args.device)
     return args
+
+
+def target_shard(args, ranks: Shard) -> Shard:
+    """This rank's part of the target: all of it, unless it has to be split."""
+    if args.split_target != "auto":
+        return ranks if args.split_target == "yes" else Shard()
+    with torch.device("meta"):
+        size = sum(p.numel() for p in Target(eagle3.read_target_config(args.target)).parameters()) * eagle3.torch_dtype(args.dtype).itemsize
+    memory = (torch.cuda.get_device_properties(args.device).total_memory if args.device.startswith("cuda")
+              else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return ranks if size > memory / 2 else Shard()
 
 
 # -----------------------------------------------------------------------------
@@ -138,74 +152,85 @@ def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[
     return rows, sum(count for reason, count in report.items() if reason.startswith("skipped"))
 
 
-class OnlineRows:
-    """Rows whose hidden states the target computes when they are needed."""
+def machine(args, ranks: Shard, shard: Shard = Shard()) -> str:
+    return (f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, rank {ranks.rank} of {ranks.size}"
+            + (", the target is split" if shard.size > 1 else ""))
 
-    def __init__(self, target: Target, rows: list[Row], args):
-        self.target, self.rows, self.args = target, rows, args
+
+class OnlineRows:
+    """Rows whose hidden states the target computes when they are needed. Of each batch a rank trains on its own rows; a split target computes
+    all ranks' rows, a whole one only its own rank's."""
+
+    def __init__(self, target: Target, rows: list[Row], args, ranks: Shard):
+        self.target, self.rows, self.args, self.ranks = target, rows, args, ranks
         self.lengths, self.identity = [len(row.tokens) for row in rows], eagle3.rows_hash(rows)
 
     def load(self, indices: list[int]) -> list[Row]:
         return [self.rows[i] for i in indices]
 
-    def names(self, rows: list[Row]) -> list[str]:
-        return [row.name for row in rows]
+    def own(self, rows: list[Row]) -> list[Row]:
+        """This rank's, of what load returned."""
+        return rows[self.ranks.rank::self.ranks.size]
 
-    def inputs(self, layout: FeatureLayout, rows: list[Row]) -> tuple:
-        """Tokens, loss mask and hidden states, as prepare_ttt takes them: the target's pass."""
-        tokens, loss_mask = eagle3.collate(rows, self.args.device)
+    def inputs(self, layout: FeatureLayout, rows: list[Row]) -> tuple | None:
+        """Tokens, loss mask and hidden states of this rank's rows (None: it has none), as prepare_ttt takes them: the target's pass."""
+        own, together = self.own(rows), self.target.shard.size > 1
+        if not own and not together:
+            return None
         with torch.no_grad():
-            return tokens, loss_mask, self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
+            tokens, _ = eagle3.collate(rows if together else own, self.args.device)
+            captures = self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
+        if not own:
+            return None
+        tokens, loss_mask = eagle3.collate(own, self.args.device)
+        if together:
+            captures = {b: hidden[self.ranks.rank::self.ranks.size, :tokens.shape[1]] for b, hidden in captures.items()}
+        return tokens, loss_mask, captures
 
 
 class StoredRows:
-    """Rows whose hidden states were stored by --extract. Rows that were skipped there keep their place, and are left out."""
+    """Rows whose hidden states were stored by --extract. Rows that were skipped there keep their place, and are left out. Each rank reads its
+    own."""
 
-    def __init__(self, folder: FeatureFolder, layout: FeatureLayout, args):
-        self.folder, self.args = folder, args
+    def __init__(self, folder: FeatureFolder, layout: FeatureLayout, args, ranks: Shard):
+        self.folder, self.args, self.ranks = folder, args, ranks
         teacher = "normed" if folder.teacher.endswith(".normed") else layout.num_layers  # as prepare_ttt wants it
         self.boundaries = {**{b: f"h.{b}" for b in layout.boundaries}, teacher: folder.teacher}
         self.lengths, self.identity = folder.lengths, folder.manifest["rows_hash"]
 
     def load(self, indices: list[int]) -> list[tuple[Row, dict]]:
         """Runs in the reading thread, a step ahead."""
-        stored = [(self.folder.path(i).name, self.folder.read(i, tuple(self.boundaries.values()))) for i in indices]
+        stored = [(self.folder.path(i).name, self.folder.read(i, tuple(self.boundaries.values()))) for i in indices[self.ranks.rank::self.ranks.size]]
         return [(Row(row.tokens.tolist(), row.loss_mask.tolist(), name), row.hidden) for name, row in stored if not row.skipped]
 
-    def names(self, loaded: list[tuple[Row, dict]]) -> list[str]:
-        return [row.name for row, _ in loaded]
+    def own(self, loaded: list[tuple[Row, dict]]) -> list[Row]:
+        return [row for row, _ in loaded]
 
-    def inputs(self, layout: FeatureLayout, loaded: list[tuple[Row, dict]]) -> tuple:
-        rows = [row for row, _ in loaded]
-        tokens, loss_mask = eagle3.collate(rows, self.args.device)
+    def inputs(self, layout: FeatureLayout, loaded: list[tuple[Row, dict]]) -> tuple | None:
+        if not loaded:
+            return None
+        tokens, loss_mask = eagle3.collate(self.own(loaded), self.args.device)
         pad = lambda hidden: F.pad(hidden, (0, 0, 0, tokens.shape[1] - len(hidden)))
         captures = {b: torch.stack([pad(hidden[name]) for _, hidden in loaded]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
                     for b, name in self.boundaries.items()}
         return tokens, loss_mask, captures
 
 
-def prepare(head: DraftHead, source: OnlineRows | StoredRows, loaded: list, ttt_steps: int, **thinned) -> TTTBatch:
-    return eagle3.prepare_ttt(head, *source.inputs(head.config.layout, loaded), ttt_steps, source.names(loaded), **thinned)
-
-
-def processes() -> tuple[int, int]:
-    """Which of how many processes this is: --extract and --regenerate share their rows so, without talking."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def regenerate(args) -> dict:
+def regenerate(args, ranks: Shard) -> dict:
     """Let the target answer the prompts of --data itself, all turns, many conversations at once; appends each one when it is over."""
-    rank, world = processes()
+    shard = target_shard(args, ranks)
+    rank, world = Shard() if shard.size > 1 else ranks  # a split target answers for all ranks; whole ones share the records
     out = Path(args.regenerate)
     out = out.with_suffix(f".{rank}{out.suffix}") if world > 1 else out
-    print(f"eagle3 regenerate: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, process {rank} of {world}")
-    target = eagle3.load_target(args.target, args.dtype, args.device)
+    print(f"eagle3 regenerate: {machine(args, ranks, shard)}")
+    target = eagle3.load_target(args.target, args.dtype, args.device, shard)
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     length = min(args.max_length, target.config.max_position_embeddings)
     settings = [target.fingerprint, [(Path(file).name, Path(file).stat().st_size) for file in args.data], length, args.max_new_tokens,
                 args.temperature, args.top_p, args.seed, args.dtype, rank, world]
     made = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
     done = eagle3.finished_conversations(out, made)
+    eagle3.wait_for_all(shard)  # rank 0 is about to write
     records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
     engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length).compile()
     running, report, tokens, written, begun = {}, Counter(), 0, 0, time.perf_counter()  # running: request -> conversation, its name and index
@@ -230,7 +255,8 @@ def regenerate(args) -> dict:
         written += 1
         bar.update()
 
-    with out.open("a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="", disable=rank > 0) as bar:
+    written_to = os.devnull if shard.rank else out
+    with open(written_to, "a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="") as bar:
         while True:
             while len(running) < 2 * args.max_batch and (found := next(records, None)):
                 index, (name, record) = found
@@ -263,33 +289,38 @@ def regenerate(args) -> dict:
             "tok_s": round(tokens / (time.perf_counter() - begun), 1)}
 
 
-def extract(args) -> dict:
-    """Store the target's hidden states of all rows, or of what is missing; this process takes every WORLD_SIZE-th row."""
+def extract(args, ranks: Shard) -> dict:
+    """Store the target's hidden states of all rows, or of what is missing. Each rank writes its own rows; a split target computes those of
+    all ranks, a whole one only its own rank's."""
     config = eagle3.read_target_config(args.target)
     layout = stated_layout(config, args)
-    rank, world = processes()
-    print(f"eagle3 extract: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, process {rank} of {world}")
-    target = eagle3.load_target(args.target, args.dtype, args.device)
+    shard = target_shard(args, ranks)
+    print(f"eagle3 extract: {machine(args, ranks, shard)}")
+    target = eagle3.load_target(args.target, args.dtype, args.device, shard)
     eagle3.pack(target)
     rows, skipped = load_rows(args.data, cache(partial(eagle3.load_tokenizer, args.target)), config, args.max_length)
     folder = FeatureFolder.create(args.extract, layout, target, rows)
     missing = folder.missing()
+    eagle3.wait_for_all(shard)  # the others are about to write
     needed, free = folder.row_bytes(sum(folder.lengths[i] for i in missing)), shutil.disk_usage(folder.folder).free
     print(f"{len(rows)} rows, {sum(folder.lengths)} tokens, {len(folder.names)} boundaries: {folder.row_bytes(sum(folder.lengths)) / 1e9:.3f} GB in all, "
           f"{needed / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
     if needed > free:
         raise ValueError(f"{folder.folder} has {free / 1e9:.3f} GB free, {needed / 1e9:.3f} GB are needed: free some, or take fewer rows or boundaries")
-    mine, window, begun, tokens = [i for i in missing if i % world == rank], args.batch_size * 64, time.perf_counter(), 0
+    mine, window, begun, tokens = [i for i in missing if i % ranks.size == ranks.rank], args.batch_size * 64, time.perf_counter(), 0
+    computed = missing if shard.size > 1 else mine
     boundaries, pending = [int(name[2:]) for name in folder.names], deque()
-    with ThreadPoolExecutor(1) as writer, tqdm(total=len(mine), desc="extracting", unit="row", disable=rank > 0) as bar:
-        for start in range(0, len(mine), window):
-            near = sorted(mine[start:start + window], key=lambda i: folder.lengths[i])
+    with ThreadPoolExecutor(1) as writer, tqdm(total=len(computed), desc="extracting", unit="row") as bar:
+        for start in range(0, len(computed), window):
+            near = sorted(computed[start:start + window], key=lambda i: folder.lengths[i])
             for batch in (near[i:i + args.batch_size] for i in range(0, len(near), args.batch_size)):
                 padded, _ = eagle3.collate([rows[i] for i in batch], args.device)
                 with torch.no_grad():
                     captures = {b: hidden.cpu() for b, hidden in target(padded, boundaries=tuple(boundaries)).captures.items()}
                 for at, index in enumerate(batch):
                     T = folder.lengths[index]
+                    if index % ranks.size != ranks.rank:
+                        continue
                     pending.append(writer.submit(folder.write, index, *rows[index].tensors(), {b: hidden[at, :T] for b, hidden in captures.items()}))
                     tokens += T
                 while len(pending) > 4 * args.batch_size:  # writing overlaps with computing, a few batches behind
@@ -399,28 +430,42 @@ def new_optimizer(head: DraftHead, args) -> torch.optim.Optimizer:
     return torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args) -> tuple[TTTStats, float]:
-    """One optimizer step over accumulated batches; returns its statistics and the gradient norm before clipping."""
-    prepared = [prepare(head, source, rows, args.ttt_steps, chain_share=args.chain_share, seed=hash((args.seed, step, n)))
-                for n, rows in enumerate(loaded) if rows]
-    stats, norm = TTTStats.zeros(args.ttt_steps), torch.zeros(())
-    if not prepared:  # every row of this step was skipped by --extract
-        return stats, norm.item()
-    names = ", ".join(name for rows in loaded for name in source.names(rows))
-    num_counted = sum(batch.num_counted for batch in prepared)
+def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args, mark=lambda: None
+               ) -> tuple[TTTStats, float]:
+    """One optimizer step over accumulated batches; returns its statistics, over all ranks, and the gradient norm before clipping. Calls
+    mark() between the parts (BENCH_PARTS)."""
+    ranks, prepared, names = source.ranks, [], ", ".join(row.name for rows in loaded for row in source.own(rows))
+    for rows in loaded:
+        mark()
+        inputs, own = source.inputs(head.config.layout, rows), source.own(rows)
+        mark()
+        if inputs:  # this rank has rows here, and --extract did not skip them all
+            seeds = [zlib.crc32(repr((args.seed, step, list(row.tokens))).encode()) for row in own]  # whatever the rank, and the source
+            prepared.append(eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own], args.chain_share, seeds))
+    num_counted = eagle3.all_reduce(sum((batch.num_counted for batch in prepared), torch.zeros(args.ttt_steps, dtype=torch.int64)), ranks)
+    stats = TTTStats.zeros(args.ttt_steps)
+    if not num_counted.any():
+        return stats, 0.0
     optimizer.zero_grad()
     for batch in prepared:
+        mark()
         with autocast(args):
             loss, part = eagle3.ttt_loss(head, batch, num_counted)
+        mark()
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} on rows {names}: lower --lr, or look at these rows")
         loss.backward()
         stats = stats + part
+    mark()
+    if ranks.size > 1:
+        for parameter in head.parameters():
+            parameter.grad = eagle3.all_reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, ranks)
     norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
     if not norm.isfinite():
         raise ValueError(f"a gradient is not finite on rows {names}: lower --lr, or look at these rows")
     optimizer.step()
-    return stats, norm.item()
+    mark()
+    return stats.summed(ranks), norm.item()
 
 
 def save_checkpoint(folder: Path, head: DraftHead, optimizer, state: dict) -> None:
@@ -465,14 +510,16 @@ def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.T
     return head.to(args.device).attach(target)
 
 
-def online(args) -> tuple[DraftHead, OnlineRows, OnlineRows | None, list[int], int]:
+def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows | None, list[int], int]:
     """Head, training rows, held-out rows and their indices, and how many lines were skipped."""
     config = eagle3.read_target_config(args.target)
     layout = stated_layout(config, args)
     for file in (*args.data, *([args.held_out] if args.held_out else ())):
         if not Path(file).is_file():
             raise FileNotFoundError(f"{file} is not there")
-    target = eagle3.load_target(args.target, args.dtype, args.device)
+    shard = target_shard(args, ranks)
+    print(f"eagle3 train: {machine(args, ranks, shard)}")
+    target = eagle3.load_target(args.target, args.dtype, args.device, shard)
     eagle3.pack(target)
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     rows, skipped = load_rows(args.data, tokenizer, config, args.max_length)
@@ -481,12 +528,14 @@ def online(args) -> tuple[DraftHead, OnlineRows, OnlineRows | None, list[int], i
     else:
         count = eagle3.held_out_count(len(rows))
         rows, held_out = rows[:-count], rows[-count:]
-    head = new_head(layout, target, eagle3.token_counts(rows, config.vocab_size), args)
-    return head, OnlineRows(target, rows, args), OnlineRows(target, held_out, args), list(range(len(held_out))), skipped
+    ends = eagle3.load_target_ends(args.target, args.dtype, args.device) if shard.size > 1 else target  # what a rank's own rows need
+    head = new_head(layout, ends, eagle3.token_counts(rows, config.vocab_size), args)
+    return head, OnlineRows(target, rows, args, ranks), OnlineRows(target, held_out, args, ranks), list(range(len(held_out))), skipped
 
 
-def offline(args) -> tuple[DraftHead, StoredRows, StoredRows, list[int], int]:
+def offline(args, ranks: Shard) -> tuple[DraftHead, StoredRows, StoredRows, list[int], int]:
     """The same from stored features; of the target only its two ends are loaded."""
+    print(f"eagle3 train: {machine(args, ranks)}")
     folder = FeatureFolder(args.features)
     target = eagle3.load_target_ends(args.target, args.dtype, args.device)
     eagle3.require_same_target(folder.fingerprint, target.fingerprint, f"the features in {folder.folder}", "the one that is loaded")
@@ -498,13 +547,13 @@ def offline(args) -> tuple[DraftHead, StoredRows, StoredRows, list[int], int]:
     if missing:
         raise ValueError(f"{folder.folder} lacks {len(missing)} of {folder.num_rows} rows (first: {missing[0]}): run the same --extract again")
     head = new_head(layout, target, folder.counts, args)
-    rows, count = StoredRows(folder, layout, args), eagle3.held_out_count(folder.num_rows)
+    rows, count = StoredRows(folder, layout, args, ranks), eagle3.held_out_count(folder.num_rows)
     held_out = list(range(folder.num_rows - count, folder.num_rows))
     rows.lengths = rows.lengths[:-count]
-    return head, rows, StoredRows(folder, layout, args), held_out, 0
+    return head, rows, StoredRows(folder, layout, args, ranks), held_out, 0
 
 
-def train(args) -> dict:
+def train(args, ranks: Shard = Shard()) -> dict:
     """The whole run: rows, head, steps, checkpoints, evaluation. Returns the summary that is printed as the last line."""
     out = Path(args.out)
     checkpoint = out / "checkpoint" / "training.safetensors"
@@ -512,8 +561,8 @@ def train(args) -> dict:
         raise FileNotFoundError(f"--resume: there is no checkpoint in {out}; leave --resume out to start")
     if not args.resume and (checkpoint.exists() or (out / "config.json").exists()):
         raise ValueError(f"{out} holds a run already: go on with --resume, or choose another --out")
-    print(f"eagle3 train: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}")
-    head, source, held_source, held_out, skipped = offline(args) if args.features else online(args)
+    eagle3.wait_for_all(ranks)  # rank 0 is about to write there
+    head, source, held_source, held_out, skipped = offline(args, ranks) if args.features else online(args, ranks)
     lengths = source.lengths
     print(f"{len(lengths)} rows to train on, {len(held_out)} held out, {skipped} skipped")
     optimizer = new_optimizer(head, args)
@@ -528,7 +577,9 @@ def train(args) -> dict:
     out.mkdir(parents=True, exist_ok=True)
     metrics = out / "metrics.jsonl"  # lines behind the checkpoint belong to steps that will be made again
     kept = metrics.read_text().splitlines()[:state["step"]] if args.resume and metrics.exists() else []
-    eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
+    metrics = metrics if ranks.rank == 0 else Path(os.devnull)
+    if ranks.rank == 0:
+        eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
     bar = tqdm(total=total, initial=state["step"], desc="training", unit="step")
     begun, batches = time.perf_counter() - state["seconds"], lru_cache(2)(partial(eagle3.epoch_batches, lengths, args.batch_size, args.seed))
 
@@ -555,42 +606,31 @@ def train(args) -> dict:
             bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {' '.join(f'{a:.2f}' for a in stats.accuracy)}, "
                                 + (f"acceptance {simulated:.2f}, " if simulated else "") + f"{state['tokens'] / state['seconds']:.0f} tok/s")
             bar.update()
-            if (args.save_every and (step + 1) % args.save_every == 0) or step + 1 == total:
+            if ranks.rank == 0 and ((args.save_every and (step + 1) % args.save_every == 0) or step + 1 == total):
                 save_checkpoint(checkpoint.parent, head, optimizer, state)
     bar.close()
-    print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
+    if ranks.rank == 0:
+        print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
+    eagle3.wait_for_all(ranks)
     return {"out": str(out), "steps": total, "rows": len(lengths), "rows_skipped": skipped, "tokens": state["tokens"],
             "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, held_source, held_out, out, args)}
 
 
-BENCH_PARTS = ("target", "teacher", "forward", "backward", "optimizer")
+BENCH_PARTS = ("target", "teacher", "forward", "backward", "optimizer")  # what train_step marks, with one batch a step
 
 
-def bench(args) -> dict:
-    """Time optimizer steps on the rows, part by part; nothing is saved."""
-    head, source, *_ = offline(args) if args.features else online(args)
+def bench(args, ranks: Shard) -> dict:
+    """Time optimizer steps on the rows, part by part; nothing is saved. With several ranks: rank 0's times and memory."""
+    head, source, *_ = offline(args, ranks) if args.features else online(args, ranks)
     memory = lambda: (torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9
     optimizer, before, laps, tokens, slots = new_optimizer(head, args), memory(), [], 0, 0
     batches = eagle3.epoch_batches(source.lengths, args.batch_size, args.seed, 0)[:BENCH_WARMUP + (args.steps or 20)]
-    if len(batches) <= BENCH_WARMUP:
-        raise ValueError(f"--bench warms up with {BENCH_WARMUP} batches: there are only {len(batches)}; give more rows, or a smaller --batch-size")
+    if len(batches) <= BENCH_WARMUP or args.batch_size < ranks.size:
+        raise ValueError(f"--bench warms up with {BENCH_WARMUP} batches, of a row for every rank at least: there are {len(batches)} batches of "
+                         f"{args.batch_size} for {ranks.size} ranks; give more rows, or another --batch-size")
     for step, indices in enumerate(tqdm(batches, desc="steps", unit="step")):
         loaded, watch = source.load(indices), eagle3.Stopwatch(torch.device(args.device))
-        watch.mark()
-        inputs = source.inputs(head.config.layout, loaded)
-        watch.mark()
-        batch = eagle3.prepare_ttt(head, *inputs, args.ttt_steps, source.names(loaded), args.chain_share, step)
-        watch.mark()
-        with autocast(args):
-            loss, stats = eagle3.ttt_loss(head, batch)
-        watch.mark()
-        optimizer.zero_grad()
-        loss.backward()
-        watch.mark()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
-        optimizer.step()
-        watch.mark()
-        loss.item()  # on a GPU: wait for the step
+        stats, _ = train_step(head, source, optimizer, [loaded], step, args, watch.mark)
         if step >= BENCH_WARMUP:
             laps.append(watch.laps())
             tokens, slots = tokens + sum(source.lengths[i] for i in indices), slots + int(stats.num_trained[0])
@@ -641,13 +681,15 @@ def plot(metrics: Path, picture: Path) -> None:
 
 @torch.no_grad()
 def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], args) -> TTTStats:
-    """Teacher-forced statistics of the head on rows."""
+    """Teacher-forced statistics of the head on rows, over all ranks."""
     stats = TTTStats.zeros(args.ttt_steps)
     for start in tqdm(range(0, len(indices), args.batch_size), desc="scoring", unit="batch", leave=False):
         loaded = source.load(indices[start:start + args.batch_size])
-        if loaded:
+        inputs = source.inputs(head.config.layout, loaded)
+        if inputs:
             with autocast(args):
-                stats = stats + eagle3.ttt_loss(head, prepare(head, source, loaded, args.ttt_steps))[1]
+                stats = stats + eagle3.ttt_loss(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in source.own(loaded)]))[1]
+    stats = stats.summed(source.ranks)
     if not stats.num_trained.any():
         raise ValueError("no held-out row is left to score: all were skipped by --extract")
     return stats
@@ -666,11 +708,11 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
     The last two are acceptance lengths of the same text, one measured and one predicted: where they differ, the wiring is at fault.
     """
     held = score(head, source, held_out[:EVAL_ROWS], args)
-    steps, context = args.ttt_steps, head.config.max_position_embeddings
+    steps, context, ranks = args.ttt_steps, head.config.max_position_embeddings, source.ranks
     prompts = []
-    if isinstance(source, OnlineRows):
+    if isinstance(source, OnlineRows) and (source.target.shard.size > 1 or ranks.rank == 0):  # a whole target serves on rank 0
         target = source.target
-        served_head = eagle3.load_draft(out, target)
+        served_head, ranks = eagle3.load_draft(out, target), target.shard
         prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
     simulated = held.simulated_acceptance_length or 1.0  # no round at all: every answer is two tokens long
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
@@ -686,7 +728,8 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
         if len(request.output) > 1:
             written.append(Row(prompt + request.output, [False] * len(prompt) + [True] * len(request.output), "a served answer"))
     if written and served.rounds:
-        simulated = score(served_head, OnlineRows(target, written, args), list(range(len(written))), args).simulated_acceptance_length or 1.0
+        whole_head = eagle3.load_draft(out, head.target)
+        simulated = score(whole_head, OnlineRows(target, written, args, ranks), list(range(len(written))), args).simulated_acceptance_length or 1.0
         summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
         print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} "
               f"(simulated on the same answers: {simulated:.2f}); accepted by position "
@@ -736,31 +779,31 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
     eagle3.save_target(target.to(torch.bfloat16), folder)
 
 
-def demo(args) -> dict:
+def demo(args, ranks: Shard) -> dict:
     """Target, head and report with nothing downloaded; the head goes through the same train() as any other."""
     target, data, out = DEMO / "target", DEMO / "data.jsonl", DEMO / "draft"
-    target.mkdir(parents=True, exist_ok=True)
-    if not (target / "config.json").exists():
-        make_demo_target(target, data, args.device)
-    shutil.rmtree(out, ignore_errors=True)
+    if ranks.rank == 0:
+        target.mkdir(parents=True, exist_ok=True)
+        if not (target / "config.json").exists():
+            make_demo_target(target, data, args.device)
+        shutil.rmtree(out, ignore_errors=True)
+    eagle3.wait_for_all(ranks)
     args.target, args.data, args.out = str(target), [str(data)], str(out)
-    summary = train(args)
+    summary = train(args, ranks)
     print('now decode with it: python serve.py --prompt "import os" --max-new-tokens 200')
     return summary
 
 
-def main(argv=None) -> dict:
+def main(ranks: Shard = Shard(), argv=None) -> dict:
     args = parse_args(argv)
     if args.inspect:
         return inspect(args)
-    if args.extract or args.regenerate:  # the processes share the rows, and do not talk
-        return extract(args) if args.extract else regenerate(args)
-    eagle3.require_one_process()
-    if args.bench:
-        return bench(args)
+    for job, run in ((args.extract, extract), (args.regenerate, regenerate), (args.bench, bench)):
+        if job:
+            return run(args, ranks)
     try:
-        summary = {} if args.plot and not args.target else train(args) if args.target else demo(args)
-        if args.plot:
+        summary = {} if args.plot and not args.target else train(args, ranks) if args.target else demo(args, ranks)
+        if args.plot and ranks.rank == 0:
             plot(Path(args.out) / "metrics.jsonl", Path(args.plot))
         return summary
     except KeyboardInterrupt:
