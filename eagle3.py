@@ -1297,10 +1297,10 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     num_counted [K]: the counts over everything that shares this optimizer step (ranks, accumulated batches); default: this batch's own.
     Gradients flow through all steps' hidden states, keys and values, as in the official code. K is len(batch.num_counted).
     """
-    K = len(batch.num_counted)
-    B, T = batch.tokens.shape
     if head.shard.size > 1 and torch.is_grad_enabled():
         raise ValueError("a split head cannot be trained: training has whole heads, and the ranks share the rows")
+    K = len(batch.num_counted)
+    B, T = batch.tokens.shape
     weights = ttt_weights(K, batch.num_counted if num_counted is None else num_counted)
     in_vocabulary = head.t2d[batch.teacher_tokens]
     trained = batch.trained
@@ -1718,7 +1718,7 @@ class Engine:
         self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
                           + [self.block] * (head is not None))
         columns = max_length + self.margin
-        own_heads = lambda config: len(range(config.num_kv_heads)[self.shard.part(config.num_kv_heads)])
+        own_heads = lambda config: len(range(config.num_kv_heads)[self.shard.part(config.num_kv_heads)])  # split as the weights are
         self.cache = KVCache(config.num_layers, max_batch, own_heads(config), columns, config.head_dim, weight.dtype, self.device)
         if head is not None:
             own = head.config
@@ -2282,6 +2282,12 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, wher
     return layout
 
 
+def read_draft_config(config: dict, layout: FeatureLayout) -> DraftConfig:
+    """A head's config.json and the layout that it carries, or that was stated for it."""
+    return DraftConfig(layout=layout, draft_vocab_size=config_value(config, "draft_vocab_size"), rope=RopeConfig.from_json(config),
+                       **read_sizes(config), **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
+
+
 def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None,
                dtype: str | None = None) -> DraftHead:
     """A head's folder -> a DraftHead attached to `target`, split as that is, in dtype (default: the target's), without gradients.
@@ -2290,9 +2296,7 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
     """
     folder = Path(folder)
     tensors, config = TensorFolder(folder), read_json(folder / "config.json")
-    layout = read_layout(config, tensors.metadata, stated_layout, str(folder))
-    head_config = DraftConfig(layout=layout, draft_vocab_size=config_value(config, "draft_vocab_size"), rope=RopeConfig.from_json(config),
-                              **read_sizes(config), **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
+    head_config = read_draft_config(config, read_layout(config, tensors.metadata, stated_layout, str(folder)))
     if config.get("target_fingerprint") and target.fingerprint:
         require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
     weight = target.norm.weight

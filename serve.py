@@ -5,6 +5,9 @@
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
     torchrun serve.py --target DIR --draft DIR --check FEATURES|DATA  is the head fed wrongly, or weak?
+    python serve.py --target DIR --plan 8 --memory 80 --bandwidth 3350  what each of 8 GPUs would hold and read; loads no weights
+
+torchrun --nproc-per-node N splits target and head over N GPUs (or CPU processes).
 
 A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
@@ -40,10 +43,14 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
+    add("--plan", type=int, metavar="RANKS", help="memory and reading per rank, and whether it fits; without loading weights")
+    add("--max-length", type=int, help="--plan: prompt and new tokens of a request (default: the target's context)")
+    add("--memory", type=float, metavar="GB", help="--plan: of a rank")
+    add("--bandwidth", type=float, metavar="GB/S", help="--plan: of a rank's memory")
     add("--plot", metavar="FILE.png|svg", help="--bench: draw speed-up and acceptance by prompt category and by depth, and where a round's time goes")
     add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
-    add("--max-batch", type=int, default=1, help="prompts decoded at once in --bench")
+    add("--max-batch", type=int, default=1, help="requests decoded at once in --bench and --plan")
     add("--replay", type=float, metavar="AL", help="--bench the engine itself: the head runs, but its guesses are replaced by the recorded plain "
         "text, spoilt at random so that about AL tokens a round are accepted")
     add("--peer", choices=["transformers"], help="--bench also times transformers' generate, in turns with the others")
@@ -63,14 +70,16 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check)) != 1:
-        raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE and --check FEATURES|DATA")
+    if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.plan)) != 1:
+        raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA and --plan RANKS")
+    if args.plan and not args.target or not args.plan and any((args.max_length, args.memory, args.bandwidth)):
+        raise ValueError("--plan needs --target; --max-length, --memory and --bandwidth belong to --plan")
     if args.check and not (args.target and args.draft):
         raise ValueError("--check needs --target and --draft")
     if args.held_out and not args.check:
         raise ValueError("--held-out belongs to --check")
-    for name in ("limit", "max_new_tokens", "max_batch"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
+    for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth"):
+        if getattr(args, name) is not None and not getattr(args, name) >= (1e-9 if name in ("memory", "bandwidth") else 1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
     if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
@@ -144,6 +153,43 @@ def answer(args, ranks: Shard) -> dict:
     return {"prompt_tokens": len(prompt), "new_tokens": len(request.output), "finish_reason": request.finish_reason,
             "tok_s": round(len(request.output) / seconds, 1),
             "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
+
+
+def plan(args) -> dict:
+    """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
+    config = eagle3.read_target_config(args.target)
+    dtype = eagle3.torch_dtype(args.dtype or config.dtype)
+    if args.draft:
+        stored = eagle3.read_json(Path(args.draft) / "config.json")
+        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
+        own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, args.draft))
+    else:
+        own = eagle3.DraftConfig.for_target(config, FeatureLayout.default(config.hidden_size, config.num_layers), min(32000, config.vocab_size))
+    shard, length, batch = Shard(0, args.plan), args.max_length or config.max_position_embeddings, args.max_batch
+    with torch.device("meta"):
+        whole, target, head = eagle3.Target(config), eagle3.Target(config, shard), eagle3.DraftHead(own, shard=shard)
+    size = lambda parameters: sum(p.numel() for p in parameters) * dtype.itemsize
+    packed = lambda module: (size(layer.weight for layer in module.modules() if isinstance(layer, eagle3.Linear)) if args.device == "cpu" else 0)
+    kv = lambda config, layers: 2 * layers * batch * length * len(range(config.num_kv_heads)[shard.part(config.num_kv_heads)]) * config.head_dim * dtype.itemsize
+    weights, cached, head_size = size(target.parameters()) + packed(target), kv(config, config.num_layers), size(head.parameters()) + packed(head) + kv(own, 1)
+    tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
+    attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
+    activations = max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize) + 8 * tokens * config.hidden_size * dtype.itemsize
+    read = size(target.parameters()) - (0 if config.tie_word_embeddings else size(target.embed_tokens.parameters())) + cached
+    collectives = 2 * config.num_layers + 4 if shard.size > 1 else 0
+    fits = None if args.memory is None else weights + cached + head_size + activations <= args.memory * 1e9
+    gb = lambda size: round(size / 1e9, 4)
+    print(f"{args.target} over {shard.size} ranks in {str(dtype).removeprefix('torch.')}: {sum(p.numel() for p in whole.parameters()) / 1e9:.3f} billion parameters")
+    print(f"  each rank holds {gb(weights)} GB of weights" + (" (each Linear's twice: as stored, and packed for the CPU)" if args.device == "cpu" else "")
+          + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head{'' if args.draft else ' (the default one)'} "
+          f"with its cache, and about {gb(activations)} GB while it reads a prompt")
+    print(f"  a plain step reads {gb(read)} GB on each rank, all requests at that length, and takes part in {collectives} collectives"
+          + (f": at {args.bandwidth:g} GB/s at least {read / args.bandwidth / 1e6:.2f} ms" if args.bandwidth else ""))
+    if fits is not None:
+        print(f"  {'fits' if fits else 'does NOT fit'} in {args.memory:g} GB")
+    return {"ranks": shard.size, "weights_gb": gb(size(whole.parameters())), "weights_gb_per_rank": gb(weights), "kv_gb_per_rank": gb(cached),
+            "activations_gb_per_rank": gb(activations), "head_gb_per_rank": gb(head_size), "bytes_per_token_per_rank": read // batch,
+            "collectives_per_token": collectives, "floor_ms": rounded(read / args.bandwidth / 1e6 if args.bandwidth else None, 4), "fits": fits}
 
 
 def rounded(x: float | None, digits: int = 3) -> float | None:
@@ -526,6 +572,8 @@ def check(args, ranks: Shard) -> dict:
 
 def main(ranks: Shard) -> dict:
     args = parse_args()
+    if args.plan:
+        return plan(args)
     return check(args, ranks) if args.check else bench(args, ranks) if args.bench else answer(args, ranks)
 
 
