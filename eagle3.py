@@ -699,11 +699,16 @@ class KVCache:
         new = lambda: [torch.zeros(batch, num_heads, length, head_dim, dtype=dtype, device=device) for _ in range(num_layers)]
         self.keys, self.values = new(), new()
 
-    def row(self, slot: int) -> "KVCache":
-        """One row as a batch of its own, on the same memory."""
+    def rows(self, start: int, stop: int) -> "KVCache":
+        """Some rows as a batch of their own, on the same memory."""
         view = object.__new__(KVCache)
-        view.keys, view.values = [k[slot:slot + 1] for k in self.keys], [v[slot:slot + 1] for v in self.values]
+        view.keys, view.values = [k[start:stop] for k in self.keys], [v[start:stop] for v in self.values]
         return view
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        for cached in (*self.keys, *self.values):
+            cached[[a, b]] = cached[[b, a]]
 
     def keep(self, lengths: Tensor, path: Tensor) -> None:
         """Move the columns lengths + path (accepted tree nodes, [B,P]) to lengths + 0..P-1, so that the row is dense again."""
@@ -1664,6 +1669,9 @@ class Request:
     max_new_tokens: int
     eos_token_ids: frozenset
     sampling: Sampling
+    logprobs: int | None = None                      # how many of the most likely tokens to report beside each one
+    reused: int = 0                                  # prompt tokens that a slot held already
+    told: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # logprobs: by output token, its own, and the most likely
     output: list[int] = field(default_factory=list)  # emitted tokens, a final end-of-turn token included
     finish_reason: str | None = None                 # stop | length | cancelled | error
     stats: SpecStats = field(default_factory=SpecStats)  # of the rounds that drafted
@@ -1692,7 +1700,8 @@ class Engine:
             for request, tokens in engine.step(): ...
 
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
-    to draft, round by round. Raises ValueError for a head without a spec, or attached to another target.
+    to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
+    finished one did takes over what that left in its slot. Raises ValueError for a head without a spec, or attached to another target.
     """
     block = 32  # slots that the head catches up with at once after plain steps
 
@@ -1711,7 +1720,8 @@ class Engine:
         self.target, self.head, self.shapes = target, head, shapes
         for module in (target, head) if head else (target,):
             pack(module)
-        self.controller, self.is_compiled = Controller(shapes) if isinstance(spec, tuple) else None, False
+        self.is_compiled, self.sizes = False, (1, max_batch) if max_batch > 1 else (1,)  # a round computes one row, or all of them
+        self.controllers = {size: Controller(shapes) for size in self.sizes} if isinstance(spec, tuple) else None
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device
         # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
@@ -1730,12 +1740,16 @@ class Engine:
             self.late_tokens = torch.zeros(max_batch, self.block, dtype=torch.int64, device=self.device)
             self.late, self.late_rounds = torch.zeros(max_batch, dtype=torch.int64, device=self.device), 0  # slots that the head is behind
             self.target_ids = head.draft_to_target(torch.arange(own.draft_vocab_size, device=self.device))
-        self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=self.device)  # tokens in the caches: all but the root
+        # Tokens in the caches: all but the root. A slot that does not decode computes along, and writes behind max_length, where none reads.
+        self.caches = {size: (self.cache.rows(0, size), self.draft_cache.rows(0, size) if head else None) for size in self.sizes}
+        self.lengths = torch.full((max_batch,), max_length, device=self.device)
         self.root = torch.zeros_like(self.lengths)
-        self.active = torch.zeros_like(self.lengths)  # 1 where a request runs: an idle slot computes along, and stands still
+        self.active = torch.zeros_like(self.lengths)  # 1 where a request decodes
+        self.read: dict[int, int] = {}                # slots that still read their prompt: tokens read
+        self.held: list[list[int]] = [[] for _ in range(max_batch)]  # by idle slot: tokens that its caches hold, the head's too
         self.columns = torch.arange(columns, device=self.device)
         self.slots: list[Request | None] = [None] * max_batch
-        self.sampling = BatchSampling.of([Sampling()] * max_batch, self.device)  # of the requests in the slots: see _occupy
+        self._occupy(0, None)
         self.waiting: deque[Request] = deque()
         self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms by round (with a head: that drafted)
 
@@ -1747,8 +1761,10 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting) or any(self.slots)
 
-    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None, sampling: Sampling = Sampling()) -> Request:
-        """Queue a request; eos_token_ids: default the target's, () to never stop. Raises ValueError for what cannot be served."""
+    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None, sampling: Sampling = Sampling(),
+               logprobs: int | None = None) -> Request:
+        """Queue a request; eos_token_ids: default the target's, () to never stop; logprobs: fill Request.told, with so many rivals of each
+        token. Raises ValueError for what cannot be served."""
         vocab_size = self.target.config.vocab_size
         if not prompt or max_new_tokens < 1:
             raise ValueError("a request needs at least one prompt token and max_new_tokens of at least 1: "
@@ -1758,7 +1774,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError(f"prompt ids must be within 0..{vocab_size - 1}: got {min(prompt)}..{max(prompt)}")
         eos = self.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        request = Request(list(prompt), max_new_tokens, frozenset(eos), sampling)
+        request = Request(list(prompt), max_new_tokens, frozenset(eos), sampling, logprobs)
         self.waiting.append(request)
         return request
 
@@ -1771,20 +1787,26 @@ class Engine:
 
     def _occupy(self, slot: int, request: Request | None) -> None:
         self.slots[slot] = request
-        self.sampling = BatchSampling.of([r.sampling if r else Sampling() for r in self.slots], self.device)
+        settings = [r.sampling if r else Sampling() for r in self.slots]
+        self.sampling = {size: BatchSampling.of(settings[:size], self.device) for size in self.sizes}
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
-        if request in self.slots:
-            slot = self.slots.index(request)
-            self._occupy(slot, None)
-            self.active[slot] = self.lengths[slot] = 0  # an idle slot writes to its first columns, within bounds
-            if self.head:
-                self.late[slot] = 0
-            if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
-                for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
-                    for cached in (*cache.keys, *cache.values):
-                        cached[slot] = 0
+        if request not in self.slots:
+            return
+        slot = self.slots.index(request)
+        held = self.read.pop(slot, None)  # the root is not in the caches; the head may be behind
+        held = len(request.prompt + request.output) - 1 - (int(self.late[slot]) if self.head else 0) if held is None else held
+        self.held[slot] = (request.prompt + request.output)[:held]
+        self._occupy(slot, None)
+        self.active[slot], self.lengths[slot] = 0, self.max_length
+        if self.head:
+            self.late[slot] = 0
+        if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
+            self.held[slot] = []
+            for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
+                for cached in (*cache.keys, *cache.values):
+                    cached[slot] = 0
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append tokens up to the first end-of-turn token or the length limit, exactly; returns those that were emitted."""
@@ -1801,7 +1823,7 @@ class Engine:
     def _columns(self) -> Tensor:
         """The cache columns that this round reads: those in use. Marked as of any length for the compiler; on CUDA, where every length
         would be another recorded graph, in steps of 256."""
-        reach = max(len(r.prompt) + len(r.output) - 1 for r in self.slots if r) + self.margin
+        reach = max(len(r.prompt) + len(r.output) - 1 for slot, r in enumerate(self.slots) if r and slot not in self.read) + self.margin
         if self.device.type == "cuda":
             reach = min(-(-reach // 256) * 256, len(self.columns))
         columns = self.columns[:reach]
@@ -1809,19 +1831,62 @@ class Engine:
             torch._dynamo.mark_dynamic(columns, 0)
         return columns
 
+    def _admit(self) -> None:
+        """Give waiting requests the free slots: each the one that holds most of its beginning already."""
+        while self.waiting and None in self.slots:
+            request = self.waiting.popleft()
+            shared = lambda slot: next((i for i, (a, b) in enumerate(zip(self.held[slot], request.prompt)) if a != b),
+                                       min(len(self.held[slot]), len(request.prompt)))
+            free = [slot for slot, other in enumerate(self.slots) if other is None]
+            slot = max(free, key=lambda slot: (shared(slot), -len(self.held[slot]), -slot))
+            # The last shared token is read again: the head's slot there knows another token to follow, and the target's logits are needed.
+            self.read[slot] = request.reused = max(0, min(shared(slot), len(request.prompt)) - 1)
+            self.held[slot] = []
+            self._occupy(slot, request)
+
     @torch.no_grad()
     def step(self, shape: SpecConfig | None | str = "choose") -> list[tuple[Request, list[int]]]:
-        """Admit waiting requests into free slots, then run one round (of a given shape; None drafts nothing); returns what each got."""
-        events = []
-        for slot in range(self.max_batch):
-            while self.waiting and self.slots[slot] is None:
-                request = self.waiting.popleft()
-                events.append((request, self._prefill(slot, request)))
-        if any(self.slots):
+        """Admit waiting requests into free slots, read at least prefill_chunk tokens of their prompts, then run one round (of a given shape;
+        None drafts nothing) for those that decode; returns what each got."""
+        events, budget = [], self.prefill_chunk
+        while True:
+            self._admit()
+            if not self.read or budget <= 0 and len(self.read) < sum(map(bool, self.slots)):
+                break
+            slot = next(iter(self.read))  # first come, first served
+            request, before = self.slots[slot], self.read[slot]
+            new = self._prefill(slot)
+            budget -= self.read.get(slot, len(request.prompt)) - before
+            if slot not in self.read:
+                events.append((request, new))
+        size = self._gather_rows()
+        if size:
             if shape == "choose":
-                shape = self.controller.choose() if self.controller else self.shapes[0] if self.shapes else None
-            events += self._round(self._agree(shape))
+                shape = self.controllers[size].choose() if self.controllers else self.shapes[0] if self.shapes else None
+            events += self._round(self._agree(shape), size)
         return events
+
+    def _gather_rows(self) -> int:
+        """How many rows the round computes: 0 if none decodes; 1 if one does, in the first slot, where it is moved to; or all."""
+        decoding = [slot for slot, request in enumerate(self.slots) if request and slot not in self.read]
+        if len(decoding) != 1:
+            return self.max_batch if decoding else 0
+        slot, = decoding
+        if slot and self.slots[0] is not None:
+            return self.max_batch
+        if slot:
+            for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
+                cache.swap(0, slot)
+            states = [self.lengths, self.root, self.active]
+            if self.head:
+                states += [self.hidden, self.draft_logits, self.late, self.late_features, self.late_tokens]
+            for state in states:
+                state[[0, slot]] = state[[slot, 0]]
+            self.held[0], self.held[slot] = self.held[slot], self.held[0]
+            request = self.slots[slot]
+            self._occupy(slot, None)
+            self._occupy(0, request)
+        return 1
 
     def _agree(self, shape: SpecConfig | None) -> SpecConfig | None:
         """Rank 0's shape: each rank's clock may have chosen another. Raises RuntimeError for ranks that were not given the same requests."""
@@ -1850,11 +1915,14 @@ class Engine:
         self._run_target = compiled(self._run_target)
         if self.head:
             self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
-        for shape in (None, *self.shapes) if self.controller or not self.head else self.shapes:
-            self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
-            self.step(shape)
+        for size in self.sizes:
+            for shape in (None, *self.shapes) if self.controllers or not self.head else self.shapes:
+                for _ in range(min(size, 2)):
+                    self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
+                self.step(shape)
+        self.held = [[] for _ in range(self.max_batch)]
         self.times = {name: [] for name in self.times}
-        self.controller = Controller(self.shapes) if self.controller else None  # forget the compiler's seconds
+        self.controllers = {size: Controller(self.shapes) for size in self.sizes} if self.controllers else None  # forget the compiler's seconds
         return self
 
     # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
@@ -1862,14 +1930,15 @@ class Engine:
     def _run_target(self, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """A plain step, or the verification of a tree: tokens, positions [B,N], mask [B,N,N] -> this rank's logits [B,N,V / ranks],
         features [B,N,A*C]."""
-        out = self.target(tokens, CacheContext(self.cache, lengths, tokens.shape[1], columns, mask), positions, self.boundaries)
+        cache = self.caches[len(tokens)][0]
+        out = self.target(tokens, CacheContext(cache, lengths, tokens.shape[1], columns, mask), positions, self.boundaries)
         own_logits = self.target.lm_head(self.target.norm(out.last))
         return own_logits, self.head.config.layout.pack(out.captures) if self.head else out.last
 
     def _run_head(self, hidden: Tensor, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, block: Tensor,
                   offset: Tensor) -> tuple[Tensor, Tensor]:
         """One level of the tree: see grow_tree."""
-        context = CacheContext(self.draft_cache, lengths, tokens.shape[1], columns, block, offset)
+        context = CacheContext(self.caches[len(tokens)][1], lengths, tokens.shape[1], columns, block, offset)
         hidden, normed = self.head.step(hidden, tokens, positions, context)
         return hidden, self.head.logits(normed)
 
@@ -1879,70 +1948,87 @@ class Engine:
         Returns its hidden state [B,C] and logits [B,Vd] at the last of these."""
         T = tokens.shape[1]
         positions = lengths[:, None] + torch.arange(T, device=tokens.device)
-        context = CacheContext(cache or self.draft_cache, lengths, T, columns)
+        context = CacheContext(cache or self.caches[len(tokens)][1], lengths, T, columns)
         hidden, normed = self.head.step(self.head.fuse(features), tokens, positions, context)
         last = count[:, None] - 1
         return gather_nodes(hidden, last)[:, 0], self.head.logits(gather_nodes(normed, last))[:, 0]
 
-    def _prefill(self, slot: int, request: Request) -> list[int]:
-        """Run the prompt, in chunks, through target and head, eagerly (every length is another shape); emits the first token."""
-        self._occupy(slot, request)
+    def _prefill(self, slot: int) -> list[int]:
+        """Run the next chunk of a slot's prompt through target and head, eagerly (every length is another shape); the last one emits the
+        first token, and returns it."""
+        request, start = self.slots[slot], self.read[slot]
         own = BatchSampling.of([request.sampling], self.device)
-        prompt = torch.tensor(request.prompt, device=self.device)[None]  # [1,T]
-        row = self.cache.row(slot)
-        for start in range(0, len(request.prompt), self.prefill_chunk):
-            tokens = prompt[:, start:start + self.prefill_chunk]
-            T, end = tokens.shape[1], start + tokens.shape[1]
-            lengths, columns = torch.tensor([start], device=self.device), self.columns[:end]
-            positions = columns[None, start:]
-            out = self.target(tokens, CacheContext(row, lengths, T, columns), positions, self.boundaries)
-            following = prompt[:, end:end + 1]  # the token behind this chunk: the next prompt token, or the first new one
-            if end == len(request.prompt):
-                own_logits = self.target.lm_head(self.target.norm(out.last[:, -1:]))
-                following, score = choose_tokens(own_logits, positions[:, -1:] + 1, own, self.shard)
-                following, is_finite = broadcast(torch.cat([following, score.isfinite().long()]), self.shard).split(1)
-            if self.head:
-                features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
-                shifted = torch.cat([tokens[:, 1:], following], dim=1)
-                hidden, draft_logits = Engine._run_extend(self, features, shifted, count, lengths, columns, self.draft_cache.row(slot))
-                self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
-                self.late[slot] = 0
-        self.lengths[slot], self.root[slot], self.active[slot] = len(request.prompt), following[0, -1], 1
+        tokens = torch.tensor([request.prompt[start:start + self.prefill_chunk]], device=self.device)  # [1,T]
+        T, end = tokens.shape[1], start + tokens.shape[1]
+        lengths, columns, is_last = torch.tensor([start], device=self.device), self.columns[:end], end == len(request.prompt)
+        positions = columns[None, start:]
+        out = self.target(tokens, CacheContext(self.cache.rows(slot, slot + 1), lengths, T, columns), positions, self.boundaries)
+        if is_last:
+            own_logits = self.target.lm_head(self.target.norm(out.last[:, -1:]))
+            following, score = choose_tokens(own_logits, positions[:, -1:] + 1, own, self.shard)
+            following, is_finite = broadcast(torch.cat([following, score.isfinite().long()]), self.shard).split(1)
+        else:  # the token behind this chunk is the next prompt token
+            following = torch.tensor([request.prompt[end:end + 1]], device=self.device)
+        if self.head:
+            features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
+            shifted = torch.cat([tokens[:, 1:], following], dim=1)
+            cache = self.draft_cache.rows(slot, slot + 1)
+            hidden, draft_logits = Engine._run_extend(self, features, shifted, count, lengths, columns, cache)
+            self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
+        self.read[slot] = end
+        if not is_last:
+            return []
+        del self.read[slot]
+        self.lengths[slot], self.root[slot], self.active[slot] = end, following[0, -1], 1
         if not is_finite:
             self._finish(request, "error")
             return []
+        if request.logprobs is not None:
+            request.told += self._logprobs(own_logits, following)[0]
         return self._emit(request, [int(following[0, -1])])
 
-    def _catch_up(self, columns: Tensor) -> None:
-        """Feed the head the slots of the plain steps since it last ran; a row that is not behind keeps its state."""
-        hidden, logits = self._run_extend(self.late_features, self.late_tokens, self.late.clamp(min=1), self.lengths - self.late, columns)
-        behind = (self.late > 0)[:, None]
-        self.hidden, self.draft_logits = torch.where(behind, hidden, self.hidden), torch.where(behind, logits, self.draft_logits)
-        self.late, self.late_rounds = torch.zeros_like(self.late), 0
+    def _logprobs(self, own_logits: Tensor, tokens: Tensor) -> list[list[tuple[float, list[tuple[int, float]]]]]:
+        """The target's log-probabilities (at temperature 1) of tokens [B,P], and the most likely tokens with theirs."""
+        logprobs = all_gather(own_logits, self.shard).to(wide_dtype(own_logits.dtype)).log_softmax(-1)
+        best = logprobs.topk(min(max(r.logprobs or 0 for r in self.slots if r), logprobs.shape[-1]))
+        chosen = logprobs.gather(-1, tokens[..., None])[..., 0].tolist()
+        rivals = [[list(zip(*pair)) for pair in zip(*row)] for row in zip(best.indices.tolist(), best.values.tolist())]
+        return [list(zip(*row)) for row in zip(chosen, rivals)]
 
-    def _draft(self, shape: SpecConfig | None, columns: Tensor) -> DraftTree:
+    def _catch_up(self, columns: Tensor, size: int) -> None:
+        """Feed the head the slots of the plain steps since it last ran; a row that is not behind keeps its state."""
+        late = self.late[:size]
+        hidden, logits = self._run_extend(self.late_features[:size], self.late_tokens[:size], late.clamp(min=1), self.lengths[:size] - late, columns)
+        behind = (late > 0)[:, None]
+        self.hidden[:size], self.draft_logits[:size] = (torch.where(behind, new, old[:size]) for new, old in (
+            (hidden, self.hidden), (logits, self.draft_logits)))
+        late.zero_()
+
+    def _draft(self, shape: SpecConfig | None, columns: Tensor, size: int) -> DraftTree:
+        root, lengths = self.root[:size], self.lengths[:size]
         if shape is None:
-            return DraftTree(self.root[:, None], torch.zeros_like(self.root)[:, None])
+            return DraftTree(root[:, None], torch.zeros_like(root)[:, None])
         if self.late_rounds:
-            self._catch_up(columns)
-        step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, self.lengths, columns, block, offset)
-        return grow_tree(step, self.target_ids, self.root, self.hidden, self.draft_logits, self.lengths, shape, self.sampling)
+            self._catch_up(columns, size)
+        step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, lengths, columns, block, offset)
+        return grow_tree(step, self.target_ids, root, self.hidden[:size], self.draft_logits[:size], lengths, shape, self.sampling[size])
 
     def _choose(self, own_logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return choose_tokens(own_logits, positions, self.sampling, self.shard)
+        return choose_tokens(own_logits, positions, self.sampling[len(positions)], self.shard)
 
-    def _round(self, shape: SpecConfig | None) -> list[tuple[Request, list[int]]]:
-        """Draft, verify, accept, commit; then one small transfer tells Python what was accepted. The tree and what is accepted of it are rank
-        0's: kernels may round a near-tie another way elsewhere."""
+    def _round(self, shape: SpecConfig | None, size: int) -> list[tuple[Request, list[int]]]:
+        """Draft, verify, accept, commit, in the first `size` slots; then one small transfer tells Python what was accepted. The tree and what
+        is accepted of it are rank 0's: kernels may round a near-tie another way elsewhere."""
         watch, columns = Stopwatch(self.device), self._columns()
+        active, lengths = self.active[:size], self.lengths[:size].clone()
         watch.mark()
-        tree = self._draft(shape, columns)
+        tree = self._draft(shape, columns, size)
         if shape:
             tree = DraftTree(*broadcast(torch.stack(tree), self.shard))
         watch.mark()
         mask = ancestor_mask(tree.parents)
-        positions = self.lengths[:, None] + mask.sum(-1) - 1
-        own_logits, features = self._run_target(tree.tokens, positions, self.lengths, columns, mask)
+        positions = lengths[:, None] + mask.sum(-1) - 1
+        own_logits, features = self._run_target(tree.tokens, positions, lengths, columns, mask)
         target_tokens, scores = self._choose(own_logits, positions + 1)
         path, num_accepted = accept(tree, target_tokens, shape.num_steps if shape else 0)
         emitted = target_tokens.gather(1, path)  # [B,P]: the accepted guesses, then the bonus token
@@ -1950,28 +2036,32 @@ class Engine:
         decided = broadcast(torch.cat([path, emitted, num_accepted[:, None], finite[:, None]], dim=1), self.shard)
         path, emitted, (num_accepted, finite) = *decided[:, :-2].chunk(2, dim=1), decided[:, -2:].unbind(1)
         if shape and shape.topk > 1:  # a chain's path lies dense already
-            self.cache.keep(self.lengths, path)
+            self.caches[size][0].keep(lengths, path)
         watch.mark()
         head_finite = finite
         if shape:  # the accepted slots anew, from the target's features instead of the head's own
-            self.hidden, self.draft_logits = self._run_extend(gather_nodes(features, path), emitted, num_accepted + 1, self.lengths, columns)
-            head_finite = self.draft_logits.amax(-1).isfinite()
+            self.hidden[:size], self.draft_logits[:size] = self._run_extend(gather_nodes(features, path), emitted, num_accepted + 1, lengths, columns)
+            head_finite = self.draft_logits[:size].amax(-1).isfinite()
         elif self.head:  # nothing was drafted: keep the slot for later
-            rows = torch.arange(self.max_batch, device=self.device)
-            self.late_features[rows, self.late], self.late_tokens[rows, self.late] = features[:, 0], emitted[:, 0]
-            self.late, self.late_rounds = self.late + self.active, self.late_rounds + 1
-        self.lengths = self.lengths + (num_accepted + 1) * self.active
-        if self.head and self.late_rounds == self.block:
-            self._catch_up(columns)
-        self.root = emitted.gather(1, num_accepted[:, None])[:, 0]
+            rows, late = torch.arange(size, device=self.device), self.late[:size]
+            self.late_features[rows, late], self.late_tokens[rows, late] = features[:, 0], emitted[:, 0]
+            late += active
+        self.lengths[:size] += (num_accepted + 1) * active
+        if self.head:
+            self.late_rounds = 0 if shape else self.late_rounds + 1
+            if self.late_rounds == self.block:
+                self._catch_up(columns, size)
+                self.late_rounds = 0
+        self.root[:size] = emitted.gather(1, num_accepted[:, None])[:, 0]
         watch.mark()
         told = torch.stack([num_accepted, finite, head_finite], dim=1)
         told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
         draft, verify, extend = watch.laps()
-        begun, events, running = time.perf_counter(), [], [slot for slot, request in enumerate(self.slots) if request]
-        for slot, request in enumerate(list(self.slots)):
-            if request is None:
-                continue
+        decoding = [slot for slot, request in enumerate(self.slots[:size]) if request and slot not in self.read]
+        logprobs = (self._logprobs(gather_nodes(own_logits, path), emitted)
+                    if any(self.slots[slot].logprobs is not None for slot in decoding) else None)
+        begun, events = time.perf_counter(), []
+        for slot, request in [(slot, self.slots[slot]) for slot in decoding]:
             accepted, target_is_finite, head_is_finite, *tokens = told[slot]
             if not target_is_finite:  # NaN or inf logits: this request alone fails
                 self._finish(request, "error")
@@ -1980,6 +2070,8 @@ class Engine:
             if not head_is_finite:
                 warnings.warn("the draft head's hidden states are not finite: its guesses are noise (the text is right all the same)")
             new = self._emit(request, tokens[:accepted + 1])
+            if request.logprobs is not None:
+                request.told += [(own, rivals[:request.logprobs]) for own, rivals in logprobs[slot][:len(new)]]
             if shape is None and self.head:
                 request.plain_steps += 1
             elif len(new) == accepted + 1 or request.finish_reason == "stop":
@@ -1990,8 +2082,8 @@ class Engine:
         if shape or not self.head:
             for name, ms in zip(self.times, (draft + extend, verify, host, total)):
                 self.times[name].append(ms)
-        if self.controller:
-            self.controller.record(shape, total, 1 + sum(told[slot][0] for slot in running) / len(running))
+        if self.controllers:
+            self.controllers[size].record(shape, total, 1 + sum(told[slot][0] for slot in decoding) / len(decoding))
         return events
 
 

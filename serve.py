@@ -81,7 +81,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth"):
         if getattr(args, name) is not None and not getattr(args, name) >= (1e-9 if name in ("memory", "bandwidth") else 1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
-    if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
+    if args.target and not args.draft and not args.plan and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
     if (args.replay is not None or args.peer or args.plot) and not args.bench:
         raise ValueError("--replay, --peer and --plot belong to --bench")
@@ -159,12 +159,13 @@ def plan(args) -> dict:
     """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
     config = eagle3.read_target_config(args.target)
     dtype = eagle3.torch_dtype(args.dtype or config.dtype)
+    stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
     if args.draft:
         stored = eagle3.read_json(Path(args.draft) / "config.json")
-        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
         own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, args.draft))
     else:
-        own = eagle3.DraftConfig.for_target(config, FeatureLayout.default(config.hidden_size, config.num_layers), min(32000, config.vocab_size))
+        layout, drafted = stated or FeatureLayout.default(config.hidden_size, config.num_layers), min(32000, config.vocab_size)
+        own = eagle3.DraftConfig.for_target(config, layout, drafted - drafted % args.plan)
     shard, length, batch = Shard(0, args.plan), args.max_length or config.max_position_embeddings, args.max_batch
     with torch.device("meta"):
         whole, target, head = eagle3.Target(config), eagle3.Target(config, shard), eagle3.DraftHead(own, shard=shard)
@@ -237,21 +238,27 @@ class ReplayEngine(Engine):
         for _ in range(50):
             p = (low + high) / 2
             low, high = (p, high) if sum(p**i for i in range(guesses + 1)) < acceptance_length else (low, p)
-        self.probability, self.generator, self.texts = high, torch.Generator().manual_seed(0), None
+        self.probability, self.generator, self.recorded = high, torch.Generator().manual_seed(0), {}
 
-    def record(self, texts: list[list[int]]) -> None:
-        """Prompt and plain output of each slot's next request."""
-        width = self.max_length + self.margin + 1
-        texts = texts + [[0]] * (self.max_batch - len(texts))
-        self.texts = torch.tensor([(text + [0] * width)[:width] for text in texts], device=self.device)
+    def record(self, texts: list[list[int]], prompts: list[list[int]]) -> None:
+        """Prompt and plain output of the next requests."""
+        self.recorded = {tuple(prompt): text for text, prompt in zip(texts, prompts)}
+        self.texts = torch.zeros(self.max_batch, self.max_length + self.margin + 1, dtype=torch.int64, device=self.device)
 
-    def _draft(self, shape, columns):
-        tree = super()._draft(shape, columns)
-        if shape is None or self.texts is None:
+    def _occupy(self, slot, request):
+        super()._occupy(slot, request)
+        if request and self.recorded:
+            text = torch.tensor(self.recorded[tuple(request.prompt)], device=self.device)
+            self.texts[slot, :len(text)] = text
+
+    def _draft(self, shape, columns, size):
+        tree = super()._draft(shape, columns, size)
+        if shape is None or not self.recorded:
             return tree
         mask = eagle3.ancestor_mask(tree.parents)
         depth = mask.sum(-1) - 1
-        recorded = self.texts.gather(1, self.lengths[:, None] + depth)
+        places = (self.lengths[:size, None] + depth).clamp(max=self.texts.shape[1] - 1)  # an idle slot stands behind its end
+        recorded = self.texts[:size].gather(1, places)
         rows = torch.arange(len(depth), device=self.device)
         on_path = mask[rows, depth.argmax(1)]  # the ancestors of a deepest node
         right = (torch.rand(depth.shape, generator=self.generator) < self.probability).to(self.device) & on_path
@@ -260,7 +267,7 @@ class ReplayEngine(Engine):
 
     def _choose(self, own_logits, positions):
         chosen, scores = super()._choose(own_logits, positions)
-        return (chosen if self.texts is None else self.texts.gather(1, positions)), scores
+        return (self.texts[:len(positions)].gather(1, positions.clamp(max=self.texts.shape[1] - 1)) if self.recorded else chosen), scores
 
 
 class Peer:
@@ -352,7 +359,7 @@ def bench(args, ranks: Shard) -> dict:
         order = ("plain", "spec") if args.replay is not None or start // args.max_batch % 2 == 0 else ("spec", "plain")
         for name in order:
             if args.replay is not None and name == "spec":
-                engines["spec"].record([prompt + request.output for prompt, request in zip(batch, results["plain"])])
+                engines["spec"].record([prompt + request.output for prompt, request in zip(batch, results["plain"])], batch)
             results[name], took[name] = timed(engines[name], batch, args)
             seconds[name] += took[name]
             tokens[name] += sum(len(request.output) for request in results[name])

@@ -354,8 +354,9 @@ def engine_under_ranks(shard, folder):
             engine.step()
         assert [r.output for r in requests] == [r.output for r in generate(whole, prompts, 20, ())], (compiled, spec)
     auto = Engine(target, head, (SpecConfig(2, 1, 3), TREE), max_batch=2, max_length=96)
-    auto.controller.record = lambda shape, ms, tokens, record=auto.controller.record: record(shape, ms * (1 + shard.rank * (shape is None)), tokens)
-    requests = [auto.submit(prompt, 60, (), Sampling(0.7, seed=n)) for n, prompt in enumerate(prompts)]  # each rank has its own clock
+    for controller in auto.controllers.values():  # each rank has its own clock
+        controller.record = lambda shape, ms, tokens, record=controller.record: record(shape, ms * (1 + shard.rank * (shape is None)), tokens)
+    requests = [auto.submit(prompt, 60, (), Sampling(0.7, seed=n)) for n, prompt in enumerate(prompts)]
     auto.step()
     auto.cancel(requests[0])
     while auto.busy:
@@ -368,7 +369,8 @@ def engine_under_ranks(shard, folder):
         with pytest.raises(RuntimeError, match="rank 1 was not given the requests that rank 0 has"):
             lying.step()
     else:
-        lying._prefill(0, lying.waiting.popleft())
+        lying._admit()
+        lying._prefill(0)
         lying._agree(CHAIN)
     return {}
 
@@ -425,7 +427,7 @@ def planned(shard, folder):
 def test_the_plan_is_what_the_ranks_then_hold(tmp_path):
     variant_pair(tmp_path, "qwen3 with fewer KV heads than ranks", hidden_size=256, intermediate_size=1024, head_dim=64)
     run_ranks(2, "planned", tmp_path)
-    summary = json.loads(run_script("serve.py", "--target", tmp_path / "target", "--plan", 8, "--memory", 0.001, "--bandwidth", 100).stdout.splitlines()[-1])
+    summary = json.loads(run_script("serve.py", "--target", tmp_path / "target", "--plan", 8, "--layers", "1,2", "--memory", 0.001, "--bandwidth", 100).stdout.splitlines()[-1])
     assert set(summary) == {"ranks", "weights_gb", "weights_gb_per_rank", "kv_gb_per_rank", "activations_gb_per_rank", "head_gb_per_rank",
                             "bytes_per_token_per_rank", "collectives_per_token", "floor_ms", "fits"} and summary["fits"] is False
     assert summary["floor_ms"] == pytest.approx(summary["bytes_per_token_per_rank"] / 1e8, abs=1e-4)
@@ -457,7 +459,7 @@ def test_a_tree_behind_a_cache_equals_each_root_to_leaf_path_run_alone(target):
     tokens = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(3))
     cache, lengths = KVCache(8, 2, 2, 32, 8, torch.float64), torch.tensor([6, 11])
     for b, prompt in enumerate(prompts):
-        target(torch.tensor([prompt]), CacheContext(cache.row(b), torch.zeros(1, dtype=torch.int64), len(prompt), torch.arange(len(prompt))))
+        target(torch.tensor([prompt]), CacheContext(cache.rows(b, b + 1), torch.zeros(1, dtype=torch.int64), len(prompt), torch.arange(len(prompt))))
     mask = ancestor_mask(parents)
     out = target(tokens, CacheContext(cache, lengths, 6, torch.arange(17), mask), lengths[:, None] + mask.sum(-1) - 1).last
     for b, prompt in enumerate(prompts):
@@ -1036,9 +1038,10 @@ def test_a_grown_tree_is_the_best_of_an_exhaustive_search_run_path_by_path(targe
     for prompt in prompts:
         engine.submit(prompt, 20, eos_token_ids=())
     with torch.no_grad():
+        engine._admit()
         for slot in range(2):
-            engine._prefill(slot, engine.waiting.popleft())
-        tree = engine._draft(spec, engine.columns[:12 + engine.margin])
+            engine._prefill(slot)
+        tree = engine._draft(spec, engine.columns[:12 + engine.margin], 2)
     for b, prompt in enumerate(prompts):
         tokens = torch.tensor([prompt])
         features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
@@ -1226,13 +1229,14 @@ def test_a_request_that_fills_max_length_ends_while_another_goes_on(target, monk
     texts = [r.output for r in generate(target, prompts, 40, eos_token_ids=())]
     engine = Engine(target, random_head(target), spec, max_batch=2, max_length=32)
 
-    def scripted(*_):
+    def scripted(step, target_ids, roots, *_):
         rows = [[r.output[-1] if r else 0, *([*texts[i], *[0] * 9][len(r.output):][:4] if r else [0] * 4), *range(50, 50 + spec.num_draft_tokens - 5)]
-                for i, r in enumerate(engine.slots)]
-        return DraftTree(torch.tensor(rows), torch.tensor([[0, 0, 1, 2, 3, *[0] * (spec.num_draft_tokens - 5)]] * 2))
+                for i, r in ((texts_of[r], r) if r else (0, None) for r in engine.slots[:len(roots)])]
+        return DraftTree(torch.tensor(rows), torch.tensor([[0, 0, 1, 2, 3, *[0] * (spec.num_draft_tokens - 5)]] * len(roots)))
 
     monkeypatch.setattr(eagle3, "grow_tree", scripted)
     requests = [engine.submit(prompt, n, eos_token_ids=()) for prompt, n in zip(prompts, (2, 29))]
+    texts_of = dict(zip(requests, (0, 1)))
     while engine.busy:
         engine.step()
     assert [r.output for r in requests] == [texts[0][:2], texts[1][:29]]
@@ -1251,7 +1255,7 @@ def test_any_sequence_of_shapes_gives_the_same_text_and_the_head_catches_up_with
         engine.step(shape)
         rounds += 1
         if rounds in (12, 41, 77):  # in the middle of short and of long plain runs
-            engine._catch_up(engine._columns())
+            engine._catch_up(engine._columns(), engine._gather_rows())
             for slot, request in enumerate(engine.slots):
                 if request:
                     tokens = request.prompt + request.output
@@ -1291,7 +1295,8 @@ def test_the_controller_takes_what_pays_and_hardly_ever_drafts_when_nothing_does
 
 def test_a_random_head_under_auto_costs_a_few_forwards_per_hundred_tokens(target):
     engine = Engine(target, random_head(target, draft_ids=torch.tensor([3, 4, 5])), eagle3.AUTO_SHAPES, max_length=400)
-    engine.controller.record = lambda shape, ms, tokens, record=engine.controller.record: record(shape, 10.0 if shape is None else 16.0, tokens)
+    controller = engine.controllers[1]
+    controller.record = lambda shape, ms, tokens, record=controller.record: record(shape, 10.0 if shape is None else 16.0, tokens)
     calls = Counter()
     for name in ("_run_head", "_run_extend"):
         setattr(engine, name, lambda *args, name=name, run=getattr(engine, name): (calls.update([name]), run(*args))[1])
@@ -1339,10 +1344,10 @@ def test_warm_up_runs_every_shape_once_whatever_is_accepted_and_however_short_th
     monkeypatch.setattr(eagle3, "accept", lambda tree, tokens, depth: eagle3.Accepted(torch.arange(depth + 1)[None], torch.tensor([depth])))
     engine = Engine(target, trained_head, (CHAIN, TREE), max_length=max_length)
     seen, run = [], engine._round
-    engine._round = lambda shape: (seen.append(shape), run(shape))[1]
+    engine._round = lambda shape, size: (seen.append(shape), run(shape, size))[1]
     engine.compile()
     assert seen == ([None, CHAIN, TREE] if max_length > 2 else []) and not engine.busy  # 1 + 1 tokens never need a round
-    assert engine.controller.untried() == [None, CHAIN, TREE], "warm-up must not count as measurement"
+    assert engine.controllers[1].untried() == [None, CHAIN, TREE], "warm-up must not count as measurement"
 
 
 def test_what_an_engine_cannot_serve_is_refused_before_any_work(target):
