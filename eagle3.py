@@ -487,6 +487,15 @@ def broadcast(x: Tensor, shard: Shard) -> Tensor:
     return x
 
 
+def share(news, shard: Shard):
+    """Rank 0's plain Python object, on each rank."""
+    if shard.size == 1:
+        return news
+    found = [news]
+    dist.broadcast_object_list(found, 0, device=torch.device("cpu"))
+    return found[0]
+
+
 def wait_for_all(shard: Shard) -> None:
     all_reduce(torch.zeros(1), shard)
 
@@ -1984,7 +1993,7 @@ class Engine:
             self._finish(request, "error")
             return []
         if request.logprobs is not None:
-            request.told += self._logprobs(own_logits, following)[0]
+            request.told += [(own, rivals[:request.logprobs]) for own, rivals in self._logprobs(own_logits, following)[0]]
         return self._emit(request, [int(following[0, -1])])
 
     def _logprobs(self, own_logits: Tensor, tokens: Tensor) -> list[list[tuple[float, list[tuple[int, float]]]]]:

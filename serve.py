@@ -1,6 +1,7 @@
 # MIT License, see LICENSE.
 """Decode with a target model and its EAGLE-3 draft head.
 
+    torchrun serve.py --target DIR --draft DIR                        the server: OpenAI's API on http://127.0.0.1:8000/v1
     python serve.py --prompt "import os"                              the demo's pair (made by: python train.py)
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
@@ -12,9 +13,23 @@ torchrun --nproc-per-node N splits target and head over N GPUs (or CPU processes
 A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
 import argparse
+import hmac
+import itertools
+import json
+import math
+import os
+import queue
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
 import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import cache, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -44,16 +59,23 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
     add("--plan", type=int, metavar="RANKS", help="memory and reading per rank, and whether it fits; without loading weights")
-    add("--max-length", type=int, help="--plan: prompt and new tokens of a request (default: the target's context)")
+    add("--max-length", type=int, help="prompt and new tokens of a request, for the server (default: 4096, at most the target's context) and --plan "
+        "(default: the target's context)")
     add("--memory", type=float, metavar="GB", help="--plan: of a rank")
     add("--bandwidth", type=float, metavar="GB/S", help="--plan: of a rank's memory")
     add("--plot", metavar="FILE.png|svg", help="--bench: draw speed-up and acceptance by prompt category and by depth, and where a round's time goes")
     add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
-    add("--max-batch", type=int, default=1, help="requests decoded at once in --bench and --plan")
+    add("--max-batch", type=int, help="requests decoded at once by the server (default: 8), in --bench and --plan (default: 1)")
     add("--replay", type=float, metavar="AL", help="--bench the engine itself: the head runs, but its guesses are replaced by the recorded plain "
         "text, spoilt at random so that about AL tokens a round are accepted")
     add("--peer", choices=["transformers"], help="--bench also times transformers' generate, in turns with the others")
+    # the server
+    add("--host", default="127.0.0.1", help="address to listen at; others than this machine's own can reach 0.0.0.0")
+    add("--port", type=int, default=8000, help="port to listen at (0: a free one)")
+    add("--name", help="the model's name in the API (default: the target's folder)")
+    add("--max-queue", type=int, default=256, help="requests that may wait for a slot; more get 429")
+    add("--api-key", help="clients must send it as a bearer token")
     # speculation: --spec, or all three of the others
     add("--spec", choices=["auto", "none"], help="auto: measure, and draft as much as pays, or not at all (the default); none: never draft")
     add("--num-steps", type=int, help="consecutive guesses per round")
@@ -70,15 +92,17 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    if sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.plan)) != 1:
-        raise ValueError("give one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA and --plan RANKS")
-    if args.plan and not args.target or not args.plan and any((args.max_length, args.memory, args.bandwidth)):
-        raise ValueError("--plan needs --target; --max-length, --memory and --bandwidth belong to --plan")
+    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.plan))
+    if jobs > 1:
+        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA and --plan RANKS (none: the server)")
+    if args.plan and not args.target or not args.plan and (args.memory or args.bandwidth) or jobs and not args.plan and args.max_length:
+        raise ValueError("--plan needs --target; --memory and --bandwidth belong to --plan, --max-length to --plan and the server")
+    args.max_batch = args.max_batch or (1 if jobs else 8)
     if args.check and not (args.target and args.draft):
         raise ValueError("--check needs --target and --draft")
     if args.held_out and not args.check:
         raise ValueError("--held-out belongs to --check")
-    for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth"):
+    for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth", "max_queue"):
         if getattr(args, name) is not None and not getattr(args, name) >= (1e-9 if name in ("memory", "bandwidth") else 1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
     if args.target and not args.draft and not args.plan and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
@@ -142,10 +166,13 @@ def answer(args, ranks: Shard) -> dict:
         prompt, stream = eagle3.encode_prompt({"prompt": args.prompt}, tokenizer, args.raw), eagle3.TextStream(tokenizer)
     engine = Engine(target, head, spec, max_length=len(prompt) + args.max_new_tokens)
     request = engine.submit(prompt, args.max_new_tokens, sampling=args.sampling)
-    begun = time.perf_counter()
+    begun, rounds = time.perf_counter(), 0
     while engine.busy:
         for _, tokens in engine.step():
-            print("".join(f"{token} " for token in tokens) if stream is None else stream.push(tokens), end="", flush=True)
+            drafted, rounds = tokens[:-1] if head else [], rounds + 1  # a round's last token is the target's own
+            for part, tint in ((drafted, f"\033[3{2 + rounds % 3 * 2}m"), (tokens[len(drafted):], "")):
+                text = "".join(f"{token} " for token in part) if stream is None else stream.push(part) if part else ""
+                print(f"{tint}{text}\033[0m" if tint and text and sys.stdout.isatty() else text, end="", flush=True)
     seconds = time.perf_counter() - begun
     print("" if stream is None else stream.push([], final=True))
     if request.finish_reason == "error":
@@ -577,11 +604,521 @@ def check(args, ranks: Shard) -> dict:
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
 
 
+# -----------------------------------------------------------------------------
+# The server: one loop that owns the engine, on every rank; on rank 0 HTTP threads hand it requests and wait for tokens
+
+
+BODY_LIMIT, IO_SECONDS, STALE_SECONDS, IDLE_SECONDS = 4 << 20, 30.0, 30.0, 1.0  # of a request's body; of a silent client; of a loop that hangs
+REFUSED = ("suffix", "best_of", "echo", "logit_bias", "tools", "tool_choice", "functions", "function_call", "response_format", "presence_penalty",
+           "frequency_penalty", "repetition_penalty", "guided_json", "guided_regex", "modalities", "audio", "prediction", "min_tokens")
+
+
+class Refusal(Exception):
+    """What an HTTP client did wrong, or must wait for."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def json(self) -> dict:
+        kinds = {401: "authentication_error", 404: "NotFoundError", 429: "rate_limit_error", 500: "InternalServerError", 503: "server_error"}
+        return {"error": {"message": str(self), "type": kinds.get(self.status, "invalid_request_error"), "param": self.param, "code": self.status}}
+
+
+@dataclass(eq=False)
+class Job:
+    """One choice of one HTTP request."""
+    index: int
+    prompt: list[int]
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...] | None  # None: the target's
+    sampling: Sampling
+    logprobs: int | None
+    events: queue.SimpleQueue              # shared by the request's choices: (index, tokens, logprobs, finish reason)
+    request: eagle3.Request | None = None
+
+
+class Loop:
+    """Runs the engine. Rank 0 collects what HTTP threads want; every rank applies the same, then takes the same step."""
+
+    def __init__(self, engine: Engine, max_queue: int):
+        self.engine, self.max_queue, self.changed = engine, max_queue, threading.Condition()
+        self.inbox: list[tuple] = []             # (kind, number, Job or nothing)
+        self.numbers = itertools.count()
+        self.jobs: dict[int, Job] = {}           # rank 0's, until they have ended
+        self.requests: dict[int, eagle3.Request] = {}
+        self.draining, self.ticked, self.begun = False, 0.0, time.time()
+        self.totals: Counter = Counter()
+        self.stats, self.recent = SpecStats(), deque(maxlen=64)  # recent: (time, tokens) by step
+        self.waits: dict[str, deque] = {"time_to_first_token": deque(maxlen=1000), "time_per_output_token": deque(maxlen=1000)}
+
+    # For HTTP threads
+
+    def submit(self, jobs: list[Job]) -> list[int]:
+        """Numbers to cancel by. Raises Refusal where the queue is full, or the server is about to end."""
+        with self.changed:
+            if self.draining:
+                raise Refusal(503, "the server is shutting down")
+            waiting = len(self.jobs) - sum(map(bool, self.engine.slots))
+            if waiting + len(jobs) > self.max_queue + self.engine.max_batch - sum(map(bool, self.engine.slots)):
+                raise Refusal(429, f"{max(0, waiting)} requests are waiting already (--max-queue {self.max_queue}): try again later")
+            numbers = [next(self.numbers) for _ in jobs]
+            self.jobs.update(zip(numbers, jobs))
+            self.inbox += [("submit", number, job) for number, job in zip(numbers, jobs)]
+            self.changed.notify()
+        return numbers
+
+    def cancel(self, numbers: list[int]) -> None:
+        with self.changed:
+            self.inbox += [("cancel", number, None) for number in numbers if number in self.jobs]
+            self.changed.notify()
+
+    @property
+    def is_healthy(self) -> bool:
+        return time.monotonic() - self.ticked < STALE_SECONDS
+
+    # In the loop's own thread
+
+    def _collect(self) -> list[tuple]:
+        """What arrived, as plain values for all ranks; waits if there is nothing to do."""
+        with self.changed:
+            if not self.inbox and not self.engine.busy and not self.draining:
+                self.changed.wait(IDLE_SECONDS)
+            taken, self.inbox = self.inbox, []
+            news = [(kind, number, job and (job.prompt, job.max_new_tokens, job.eos_token_ids, job.sampling, job.logprobs)) for kind, number, job in taken]
+            return news + [("end", 0, None)] * (self.draining and not taken and not self.engine.busy)
+
+    def run(self) -> None:
+        """Until it is drained. Idle ranks wait on the CPU for rank 0's news, which come every second at least."""
+        engine, rank = self.engine, self.engine.shard.rank
+        while True:
+            self.ticked = time.monotonic()
+            for kind, number, what in eagle3.share(self._collect() if rank == 0 else None, engine.shard):
+                if kind == "end":
+                    return
+                if kind == "submit":
+                    self.requests[number] = engine.submit(*what)
+                    if rank == 0:
+                        self.jobs[number].request = self.requests[number]
+                elif number in self.requests:
+                    engine.cancel(self.requests[number])
+                    self._tell(number, [])
+            numbers, new = {request: number for number, request in self.requests.items()}, {}
+            for request, tokens in engine.step() if engine.busy else ():
+                new.setdefault(request, []).extend(tokens)  # the prompt's token and those of the round may come in one step
+            for request, tokens in new.items():
+                self._tell(numbers[request], tokens)
+
+    def _tell(self, number: int, tokens: list[int]) -> None:
+        request = self.requests[number]
+        if request.finish_reason:
+            del self.requests[number]
+        if self.engine.shard.rank:
+            return
+        job = self.jobs[number]
+        job.events.put((job.index, tokens, request.told[len(request.output) - len(tokens):len(request.output)], request.finish_reason))
+        self.totals["tokens"] += len(tokens)
+        self.recent.append((time.monotonic(), len(tokens)))
+        if request.finish_reason:
+            with self.changed:
+                del self.jobs[number]
+            self.totals[f"finished {request.finish_reason}"] += 1
+            self.totals["prompt tokens"] += len(request.prompt)
+            self.totals["reused"] += request.reused
+            self.stats = self.stats + request.stats
+
+
+class Words:
+    """A choice's text as it comes: whole characters only, and nothing that may turn out to be a stop string."""
+
+    def __init__(self, tokenizer, stops: list[str]):
+        self.stream, self.stops, self.held, self.tokens, self.told = tokenizer and eagle3.TextStream(tokenizer), stops, "", [], []
+        self.sent, self.finish_reason = "", None
+
+    def push(self, tokens: list[int], told: list, reason: str | None) -> str:
+        """What may be sent now; sets finish_reason at the end, or where a stop string was found."""
+        new = ""
+        for i, token in enumerate(tokens or [None]):
+            is_last = reason is not None and i == max(0, len(tokens) - 1)
+            if token is not None:
+                self.tokens.append(token)
+                self.told += told[i:i + 1]
+            self.held += self.stream.push([token] * (token is not None), is_last) if self.stream else ""
+            found = [at for at in (self.held.find(stop) for stop in self.stops) if at >= 0]
+            if found:
+                new, self.held, self.finish_reason = new + self.held[:min(found)], "", "stop"
+                break
+            keep = 0 if is_last else max((n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
+            new, self.held = new + self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
+        self.finish_reason, self.sent = self.finish_reason or reason, self.sent + new
+        return new
+
+
+def checked(body: dict, name: str, kind, default=None, low=None, high=None):
+    """body[name], refused by name if it is of another type or out of bounds."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or kind is float and not math.isfinite(value):
+        raise Refusal(400, f"{name} must be a {kind.__name__}: got {type(value).__name__}", name)
+    if low is not None and value < low or high is not None and value > high:
+        raise Refusal(400, f"{name} must be {f'at least {low}' if high is None else f'within {low}..{high}'}: got {value}", name)
+    return value
+
+
+def is_ids(value) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+class Api:
+    """OpenAI's requests -> jobs, and their answers. Needs no socket."""
+
+    def __init__(self, loop: Loop, tokenizer, name: str):
+        self.loop, self.tokenizer, self.name, self.engine = loop, tokenizer, name, loop.engine
+
+    def prompts(self, body: dict, is_chat: bool) -> list[list[int]]:
+        if is_chat:
+            messages = body.get("messages")
+            texts = lambda content: content if isinstance(content, str) else "".join(part["text"] for part in content)
+            try:
+                messages = [{**message, "content": texts(message["content"])} for message in messages]
+                if not messages or any(message["role"] not in ("system", "developer", "user", "assistant", "tool") for message in messages):
+                    raise ValueError("roles are system, developer, user, assistant and tool")
+            except (TypeError, KeyError, ValueError) as error:
+                raise Refusal(400, f"messages must be a list of objects with a role and text content: {error}", "messages") from None
+            if not self.tokenizer or not self.tokenizer.has_chat_template:
+                raise Refusal(400, "this model has no chat template: use /v1/completions", "messages")
+            try:
+                return [self.tokenizer.encode(self.tokenizer.chat(messages, True))]
+            except (ValueError, TypeError) as error:
+                raise Refusal(400, str(error), "messages") from None
+        prompt = body.get("prompt")
+        many = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
+        if not isinstance(many, list) or not many or not all(isinstance(p, str) or is_ids(p) for p in many):
+            raise Refusal(400, "prompt must be a text, token ids, or a list of these", "prompt")
+        if any(isinstance(p, str) for p in many) and not self.tokenizer:
+            raise Refusal(400, "this model has no tokenizer: give token ids", "prompt")
+        try:
+            return [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in many]
+        except (ValueError, TypeError) as error:  # half a surrogate pair, say
+            raise Refusal(400, f"prompt is not a text: {error}", "prompt") from None
+
+    def read(self, body, is_chat: bool) -> tuple[list[Job], dict]:
+        """The jobs, and how to answer. Raises Refusal before any work."""
+        if not isinstance(body, dict):
+            raise Refusal(400, "the body must be a JSON object")
+        for name in REFUSED:
+            if body.get(name) not in (None, False, 0, 0.0, [], {}, "", "none", {"type": "text"}) and not (name in ("best_of", "repetition_penalty") and body[name] == 1):
+                raise Refusal(400, f"{name} is not supported here", name)
+        if checked(body, "model", str, self.name) != self.name:
+            raise Refusal(404, f"the model {body['model']!r} is not here: this server has {self.name!r}", "model")
+        prompts, limit, V = self.prompts(body, is_chat), self.engine.max_length, self.engine.target.config.vocab_size
+        tokens = checked(body, "max_completion_tokens", int, None, 1) or checked(body, "max_tokens", int, None, 1)
+        longest = max(map(len, prompts))
+        tokens = tokens or (max(1, limit - longest) if is_chat else 16)
+        if longest + tokens > limit:
+            raise Refusal(400, f"maximum context length is {limit} tokens. However, you requested {longest + tokens}: {longest} in the prompt and {tokens} to write",
+                          "messages" if is_chat else "prompt")
+        if any(not prompt or min(prompt) < 0 or max(prompt) >= V for prompt in prompts):
+            raise Refusal(400, f"a prompt needs at least one token, with ids within 0..{V - 1}", "messages" if is_chat else "prompt")
+        stops = body.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(stop, str) and stop for stop in stops):
+            raise Refusal(400, "stop must be a text, or up to 4 of them", "stop")
+        ids = body.get("stop_token_ids") or []
+        if ids and not is_ids(ids):
+            raise Refusal(400, "stop_token_ids must be token ids", "stop_token_ids")
+        eos = (() if checked(body, "ignore_eos", bool, False) else self.engine.target.config.eos_token_ids) + tuple(ids)
+        n, logprobs = checked(body, "n", int, 1, 1, 64), None
+        if is_chat and checked(body, "logprobs", bool, False):
+            logprobs = checked(body, "top_logprobs", int, 0, 0, 20)
+        elif not is_chat:
+            logprobs = checked(body, "logprobs", int, None, 0, 20)
+        temperature, top_k = checked(body, "temperature", float, 1.0, 0.0, 100.0), max(0, checked(body, "top_k", int, 0, -1, 2**31))
+        seed = checked(body, "seed", int, None, -2**63, 2**63 - 65)
+        seed = int.from_bytes(os.urandom(7), "big") if seed is None else seed
+        top_p, min_p = checked(body, "top_p", float, 1.0, 1e-9, 1.0), checked(body, "min_p", float, 0.0, 0.0, 1.0)
+        events: queue.SimpleQueue = queue.SimpleQueue()
+        jobs = [Job(p * n + i, prompt, tokens, eos, Sampling(temperature, top_k, top_p, min_p, seed + i), logprobs, events)
+                for p, prompt in enumerate(prompts) for i in range(n)]
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise Refusal(400, "stream_options must be an object", "stream_options")
+        return jobs, {"stream": checked(body, "stream", bool, False), "usage": checked(options, "include_usage", bool, False), "stops": stops,
+                      "ids": checked(body, "return_token_ids", bool, not self.tokenizer), "prompt_tokens": sum(map(len, prompts)), "is_chat": is_chat,
+                      "logprobs": logprobs}
+
+    def word(self, token: int) -> str:
+        return self.tokenizer.decode([token]) if self.tokenizer else str(token)
+
+    def logprobs(self, how: dict, tokens: list[int], told: list, offset: int) -> dict | None:
+        if how["logprobs"] is None:
+            return None
+        finite = lambda x: max(x, -9999.0)
+        if how["is_chat"]:
+            entry = lambda token, value: {"token": self.word(token), "logprob": finite(value), "bytes": list(self.word(token).encode())}
+            return {"content": [{**entry(token, own), "top_logprobs": [entry(*rival) for rival in rivals]} for token, (own, rivals) in zip(tokens, told)]}
+        words = [self.word(token) for token in tokens]
+        return {"tokens": words, "token_logprobs": [finite(own) for own, _ in told],
+                "top_logprobs": [{self.word(token): finite(value) for token, value in rivals} for _, rivals in told],
+                "text_offset": list(itertools.accumulate([offset, *map(len, words)]))[:-1]}
+
+    def answer(self, jobs: list[Job], how: dict, is_gone):
+        """Yields the chunks of a stream, then the whole answer. Cancels what still runs when it is closed. Raises Refusal."""
+        numbers, words, is_chat = self.loop.submit(jobs), [Words(self.tokenizer, how["stops"]) for _ in jobs], how["is_chat"]
+        identity = {"id": ("chatcmpl-" if is_chat else "cmpl-") + os.urandom(12).hex(), "created": int(time.time()), "model": self.name}
+        kind, begun, started = ("chat.completion" if is_chat else "text_completion"), time.monotonic(), set()
+        usage = lambda: {"prompt_tokens": how["prompt_tokens"], "completion_tokens": (done := sum(len(w.tokens) for w in words)),
+                         "total_tokens": how["prompt_tokens"] + done}
+        chunk = lambda choices, **more: {**identity, "object": kind + ".chunk" * is_chat, "choices": choices, **more}
+        try:
+            while any(w.finish_reason is None for w in words):
+                try:
+                    index, tokens, told, reason = jobs[0].events.get(timeout=0.5)
+                except queue.Empty:
+                    if is_gone():
+                        raise ConnectionError("the client is gone") from None
+                    if not self.loop.is_healthy:
+                        raise Refusal(503, "the engine does not answer") from None
+                    continue
+                word = words[index]
+                if word.finish_reason is not None:
+                    continue
+                if reason in ("error", "cancelled"):
+                    raise Refusal(500, "the target's logits were not finite: this request failed" if reason == "error" else "cancelled")
+                before, offset = len(word.tokens), len(word.sent)
+                new = word.push(tokens, told, reason)
+                if word.finish_reason == "stop" and reason is None:
+                    self.loop.cancel([numbers[index]])
+                if index not in started:
+                    started.add(index)
+                    self.loop.waits["time_to_first_token"].append(time.monotonic() - begun)
+                if word.finish_reason and len(word.tokens) > 1:
+                    self.loop.waits["time_per_output_token"].append((time.monotonic() - begun) / len(word.tokens))
+                if how["stream"] and (new or word.finish_reason or is_chat and not before or how["ids"]):
+                    told = self.logprobs(how, word.tokens[before:], word.told[before:], offset)
+                    delta = {"delta": {**({} if before else {"role": "assistant"}), "content": new}} if is_chat else {"text": new}
+                    ids = {"token_ids": word.tokens[before:]} if how["ids"] else {}
+                    yield chunk([{"index": index, **delta, "logprobs": told, "finish_reason": word.finish_reason, **ids}], **({"usage": None} if how["usage"] else {}))
+            if how["stream"]:
+                if how["usage"]:
+                    yield chunk([], usage=usage())
+                return
+            choices = [{"index": i, **({"message": {"role": "assistant", "content": w.sent}} if is_chat else {"text": w.sent}),
+                        "logprobs": self.logprobs(how, w.tokens, w.told, 0), "finish_reason": w.finish_reason, **({"token_ids": w.tokens} if how["ids"] else {})}
+                       for i, w in enumerate(words)]
+            yield {**identity, "object": kind, "choices": choices, "usage": usage()}
+        finally:
+            self.loop.cancel(numbers)
+
+    def models(self) -> dict:
+        return {"object": "list", "data": [{"id": self.name, "object": "model", "created": int(self.loop.begun), "owned_by": "eagle3",
+                                            "max_model_len": self.engine.max_length}]}
+
+    def info(self) -> dict:
+        """What was resolved, and how it goes."""
+        engine, stats, now = self.engine, self.loop.stats, time.monotonic()
+        plain = [controller.median_ms(None) for controller in (engine.controllers or {}).values() if controller.ms[None]]
+        rounds = engine.times["round"][-256:]
+        depth = max((shape.num_steps for shape in engine.shapes), default=0)
+        recent = [tokens for when, tokens in list(self.loop.recent) if now - when < 10]
+        return {"model": self.name, "spec": [str(shape) for shape in engine.shapes] or None, "chosen_by": "auto" if engine.controllers else "flags",
+                "features": str(engine.head.config.layout) if engine.head else None, "max_batch": engine.max_batch, "max_length": engine.max_length,
+                "max_queue": self.loop.max_queue, "ranks": engine.shard.size, "dtype": str(engine.target.norm.weight.dtype).removeprefix("torch."),
+                "device": str(engine.device), "running": sum(map(bool, engine.slots)), "waiting": len(engine.waiting), "tokens": self.loop.totals["tokens"],
+                "tokens_last_10_s": sum(recent), "memory_gb": rounded(torch.cuda.max_memory_allocated() / 1e9 if engine.device.type == "cuda"
+                                                                     else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6),
+                "acceptance_length": rounded(stats.acceptance_length), "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)],
+                "ceiling": max((shape.ceiling for shape in engine.shapes), default=None), "break_even": rounded(median(rounds) / plain[0] if rounds and plain else None)}
+
+    def metrics(self) -> str:
+        """Prometheus text; the names and meanings are vLLM's."""
+        engine, totals, stats, lines = self.engine, self.loop.totals, self.loop.stats, []
+        label = f'model_name="{self.name}"'
+
+        def show(name: str, kind: str, *values: tuple[str, float]) -> None:
+            lines.append(f"# TYPE {name} {kind}")
+            lines.extend(f"{name}{suffix} {value}" for suffix, value in values)
+
+        reasons = sorted(key.removeprefix("finished ") for key in totals if key.startswith("finished "))
+        show("vllm:request_success_total", "counter", *((f'{{{label},finished_reason="{reason}"}}', totals[f"finished {reason}"]) for reason in reasons))
+        show("vllm:prompt_tokens_total", "counter", (f"{{{label}}}", totals["prompt tokens"]))
+        show("vllm:generation_tokens_total", "counter", (f"{{{label}}}", totals["tokens"]))
+        show("vllm:prefix_cache_hits_total", "counter", (f"{{{label}}}", totals["reused"]))
+        show("vllm:num_requests_running", "gauge", (f"{{{label}}}", sum(map(bool, engine.slots))))
+        show("vllm:num_requests_waiting", "gauge", (f"{{{label}}}", len(engine.waiting)))
+        show("vllm:spec_decode_num_drafts_total", "counter", (f"{{{label}}}", stats.rounds))
+        show("vllm:spec_decode_num_accepted_tokens_total", "counter", (f"{{{label}}}", sum(stats.accepted_at.values())))
+        show("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
+             *((f'{{{label},position="{depth}"}}', count) for depth, count in sorted(stats.accepted_at.items())))
+        for name, values in self.loop.waits.items():
+            show(f"eagle3:{name}_seconds", "gauge", *((f'{{{label},quantile="{q}"}}', sorted(values)[int(q * (len(values) - 1))]) for q in (0.5, 0.99) if values))
+        return "\n".join(lines) + "\n"
+
+
+def http_handler(api: Api, api_key: str | None):
+    """The handler class for one server."""
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version, timeout, wbufsize = "HTTP/1.1", IO_SECONDS, -1
+        server_version, sys_version = "eagle3", ""
+
+        def log_message(self, *_):
+            pass
+
+        def send(self, status: int, content, kind: str = "application/json", **headers) -> None:
+            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": len(data), **headers}.items():
+                self.send_header(name.replace("_", "-"), str(value))
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(data)
+            self.wfile.flush()
+
+        def is_gone(self) -> bool:
+            try:
+                return bool(select.select([self.connection], [], [], 0)[0]) and self.connection.recv(1, socket.MSG_PEEK) == b""
+            except OSError:
+                return True
+
+        def body(self):
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal():
+                self.close_connection = True
+                raise Refusal(411, "a body with a Content-Length is needed")
+            if int(length) > BODY_LIMIT:
+                self.close_connection, left = True, min(int(length), 16 * BODY_LIMIT)
+                while left > 0 and (part := self.rfile.read(min(left, 1 << 20))):  # a client that still sends would not read the answer
+                    left -= len(part)
+                raise Refusal(413, f"the body may be {BODY_LIMIT} bytes long: got {length}")
+            data = self.rfile.read(int(length))
+            if len(data) < int(length):
+                raise ConnectionError("half a body")
+            try:
+                return json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise Refusal(400, f"the body is not JSON: {error}") from None
+
+        def route(self, method: str) -> None:
+            path = self.path.partition("?")[0]
+            gets = {"/health": lambda: ({"status": "ok"} if api.loop.is_healthy else None), "/v1/models": api.models, "/server_info": api.info, "/metrics": api.metrics}
+            posts = {"/v1/completions": False, "/v1/chat/completions": True}
+            content = self.body() if method == "POST" else None
+            if api_key and path != "/health" and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {api_key}".encode()):
+                raise Refusal(401, "the API key is missing or wrong")
+            if path not in gets and path not in posts:
+                raise Refusal(404, f"{path} is not here; there are {', '.join((*gets, *posts))}")
+            if (path in posts) != (method == "POST"):
+                raise Refusal(405, f"{path} takes {'POST' if path in posts else 'GET'}")
+            if path in gets:
+                found = gets[path]()
+                if found is None:
+                    raise Refusal(503, "the engine does not answer")
+                return self.send(200, found, "text/plain; version=0.0.4" if path == "/metrics" else "application/json")
+            jobs, how = api.read(content, posts[path])
+            chunks = api.answer(jobs, how, self.is_gone)
+            if not how["stream"]:
+                return self.send(200, next(chunks))
+            self.stream(chunks)
+
+        def stream(self, chunks) -> None:
+            first = next(chunks)  # a full queue is still an HTTP error
+            self.close_connection = self.streaming = True
+            self.send_response(200)
+            for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), ("Connection", "close")):
+                self.send_header(name, value)
+            self.end_headers()
+            try:
+                for chunk in itertools.chain([first], chunks):
+                    self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                    self.wfile.flush()
+            except Refusal as refusal:
+                self.wfile.write(b"data: " + json.dumps(refusal.json()).encode() + b"\n\n")
+            finally:
+                chunks.close()
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def guarded(self, method: str) -> None:
+            self.streaming = False
+            with self.server.counting:
+                self.server.answering += 1
+            try:
+                self.route(method)
+            except Refusal as refusal:
+                self.send(refusal.status, refusal.json(), **({"Retry_After": 1} if refusal.status in (429, 503) else {}))
+            except (ConnectionError, TimeoutError):
+                self.close_connection = True
+            except Exception as error:
+                self.close_connection = True
+                print(f"HTTP {method} {self.path}: {type(error).__name__}: {error}", file=sys.stderr)
+                if not self.streaming:
+                    self.send(500, Refusal(500, "an internal error: see the server's log").json())
+            finally:
+                with self.server.counting:
+                    self.server.answering -= 1
+
+        def do_GET(self):
+            self.guarded("GET")
+
+        def do_POST(self):
+            self.guarded("POST")
+
+    return Handler
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads, request_queue_size, answering, counting = True, 1024, 0, threading.Lock()
+
+    def handle_error(self, request, client_address):
+        pass  # a client that vanished
+
+
+def serve(args, ranks: Shard) -> dict:
+    """The HTTP server, until SIGTERM or Ctrl-C: then accepted requests are finished, and no others taken."""
+    target, head, spec = load(args, ranks)
+    length = min(args.max_length or 4096, target.config.max_position_embeddings)
+    engine = Engine(target, head, spec, max_batch=args.max_batch, max_length=length)
+    try:
+        tokenizer = eagle3.load_tokenizer(args.target)
+    except FileNotFoundError:
+        tokenizer = None
+        print("no tokenizer: /v1/completions with token ids only")
+    loop = Loop(engine, args.max_queue)
+    server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name or Path(args.target).resolve().name), args.api_key)) if ranks.rank == 0 else None
+    if not args.no_compile:
+        print("compiling (--no-compile to leave that out) ...", flush=True)
+        engine.compile()
+
+    def drain(*_):
+        if ranks.rank == 0 and loop.draining:
+            raise KeyboardInterrupt  # asked twice
+        loop.draining = True
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, drain)
+    if server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(f"serving on http://{args.host}:{server.server_address[1]}/v1 (up to {args.max_batch} requests at once, {length} tokens each)", flush=True)
+    loop.run()
+    if server:
+        until = time.monotonic() + 10
+        while server.answering and time.monotonic() < until:  # the last answers are on their way
+            time.sleep(0.02)
+        server.shutdown()
+    return {"requests": sum(n for key, n in loop.totals.items() if key.startswith("finished ")), "tokens": loop.totals["tokens"],
+            "acceptance_length": rounded(loop.stats.acceptance_length)}
+
+
 def main(ranks: Shard) -> dict:
     args = parse_args()
     if args.plan:
         return plan(args)
-    return check(args, ranks) if args.check else bench(args, ranks) if args.bench else answer(args, ranks)
+    if args.check or args.bench:
+        return check(args, ranks) if args.check else bench(args, ranks)
+    return serve(args, ranks) if args.prompt is None and args.prompt_ids is None else answer(args, ranks)
 
 
 if __name__ == "__main__":

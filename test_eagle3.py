@@ -7,6 +7,7 @@
 EAGLE3_SMOLLM2=DIR also compares with transformers on SmolLM2-135M-Instruct, and EAGLE3_MTBENCH=FILE.jsonl names its prompts.
 """
 import ast
+import http.client
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -1350,6 +1352,85 @@ def test_warm_up_runs_every_shape_once_whatever_is_accepted_and_however_short_th
     assert engine.controllers[1].untried() == [None, CHAIN, TREE], "warm-up must not count as measurement"
 
 
+@pytest.mark.parametrize("shape", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_a_request_takes_over_the_beginning_that_a_finished_one_left_in_its_slot(target, trained_head, shape):
+    """Turns of a conversation, an unrelated request between them, and one that shares only the first tokens."""
+    first, other = random_prompts([20, 17])
+    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=2, max_length=120)
+
+    def run(prompt):
+        request = engine.submit(prompt, 12, ())
+        while engine.busy:
+            engine.step(shape)
+        expected, = generate(target, [prompt], 12, ())
+        assert request.output == expected.output
+        return request
+
+    one = run(first)
+    assert one.reused == 0 and run(other).reused == 0
+    late = 11 if shape is None else 0  # plain steps that the head had not caught up with
+    second = run(first + one.output + [5, 6, 7])
+    assert second.reused == len(first) + 11 - late - 1, "all but the last shared token, as far as the head knows them"
+    assert run(second.prompt[:9] + [1] + other[:5]).reused == 8
+    again = run(other)
+    assert 0 < again.reused < len(other), "at least one prompt token is read again, for its logits"
+    fresh = Engine(target, trained_head, (CHAIN, TREE), max_batch=2, max_length=120)
+    alone = fresh.submit(second.prompt, 12, ())
+    while fresh.busy:
+        fresh.step(shape)
+    assert (alone.stats, alone.output) == (second.stats, second.output), "the head drafts as after a cold start"
+    cancelled = engine.submit(random_prompts([60], seed=9)[0], 12, ())
+    engine.prefill_chunk = 16
+    engine._admit()
+    with torch.no_grad():
+        engine._prefill(next(iter(engine.read)))
+    engine.cancel(cancelled)
+    assert run(cancelled.prompt).reused == 15, "what was read before the cancel"
+
+
+def test_a_long_prompt_is_read_between_the_rounds_of_the_others(target, trained_head):
+    engine = Engine(target, trained_head, CHAIN, max_batch=2, max_length=120, prefill_chunk=8)
+    quick, slow = engine.submit(random_prompts([5])[0], 30, ()), engine.submit(random_prompts([60])[0], 5, ())
+    got = []
+    while engine.busy:
+        engine.step()
+        got.append((len(quick.output), len(slow.output)))
+    reading = [a for a, b in got if b == 0]
+    assert len(reading) >= 7 and all(later > sooner for sooner, later in zip(reading, reading[1:])), got
+    assert [r.output for r in (quick, slow)] == [generate(target, [r.prompt], r.max_new_tokens, ())[0].output for r in (quick, slow)]
+
+
+def test_one_decoding_request_computes_one_row_and_moves_to_the_first_slot(target, trained_head):
+    prompts, widths = random_prompts([5, 9, 13]), []
+    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=3, max_length=80)
+    run = engine._run_target
+    engine._run_target = lambda tokens, *rest: (widths.append(len(tokens)), run(tokens, *rest))[1]
+    requests = [engine.submit(prompt, n, ()) for prompt, n in zip(prompts, (6, 9, 50))]
+    rounds = 0
+    while engine.busy:
+        engine.step((None, CHAIN, TREE)[rounds // 3 % 3])
+        rounds += 1
+    assert [r.output for r in requests] == [generate(target, [p], len(r.output), ())[0].output for p, r in zip(prompts, requests)]
+    assert widths[0] == 3 and widths[-1] == 1 and sorted(set(widths)) == [1, 3]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=2)], ids=["greedy", "sampled"])
+def test_logprobs_are_the_targets_own_at_every_token_whatever_was_drafted(target, trained_head, sampling):
+    prompts = random_prompts([5, 9])
+    for spec in (CHAIN, TREE):
+        engine = Engine(target, trained_head, spec, max_batch=2, max_length=60)
+        requests = [engine.submit(prompt, 20, (), sampling, logprobs=k) for prompt, k in zip(prompts, (3, 0))]
+        while engine.busy:
+            engine.step()
+        for request, k in zip(requests, (3, 0)):
+            tokens = torch.tensor([request.prompt + request.output])
+            expected = target.logits(target(tokens).last)[0, len(request.prompt) - 1:-1].log_softmax(-1)
+            assert len(request.told) == 20
+            for (own, rivals), token, row in zip(request.told, request.output, expected):
+                assert abs(own - row[token].item()) < 1e-9 and [i for i, _ in rivals] == row.topk(k).indices.tolist()
+                assert all(abs(value - row[i].item()) < 1e-9 for i, value in rivals)
+
+
 def test_what_an_engine_cannot_serve_is_refused_before_any_work(target):
     head = random_head(target)
     with pytest.raises(ValueError, match="or neither"):
@@ -2130,6 +2211,225 @@ def test_two_nodes_find_each_other_and_sigterm_ends_all_ranks(project, tmp_path)
     assert not list((tmp_path / "long").rglob("*.tmp")) or not (tmp_path / "long" / "config.json").exists()
 
 
+# The server, as a real process, and the official client
+
+
+@pytest.fixture(scope="module")
+def chat_pair(tmp_path_factory, tokenizer_folder):
+    """A tiny target with a tokenizer and a chat template, and a head."""
+    folder = tmp_path_factory.mktemp("chat")
+    target = random_target(vocab_size=264, eos_token_ids=(259,), dtype=torch.float32, max_position_embeddings=4096)
+    save_target(target, folder / "target")
+    for file in tokenizer_folder.iterdir():
+        shutil.copy(file, folder / "target")
+    save_draft(random_head(target), folder / "head")
+    return folder
+
+
+class Served:
+    """A server process, ready."""
+
+    def __init__(self, folder, *args, ranks=1):
+        command = (HERE / "serve.py", "--target", folder / "target", "--draft", folder / "head", "--dtype", "float64", "--port", 0, "--name", "tiny", *args)
+        command = torchrun(ranks, *command) if ranks > 1 else [sys.executable, *map(str, command)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            if line.startswith("serving on "):
+                self.url = line.split()[2]
+                self.address = ("127.0.0.1", int(re.search(r":(\d+)/v1", self.url)[1]))
+                return
+        raise AssertionError("".join(seen) + self.process.stderr.read())
+
+    def ask(self, path, body=None, headers=None, timeout=60):
+        """(status, JSON or text)."""
+        connection = http.client.HTTPConnection(*self.address, timeout=timeout)
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", path, data, headers or {})
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, json.loads(text) if response.headers["Content-Type"] == "application/json" else text
+
+    def end(self) -> dict:
+        self.process.terminate()
+        out, problem = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, problem[-3000:]
+        return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def served(chat_pair):
+    server = Served(chat_pair, "--no-compile", "--max-length", 300, "--max-batch", 4, "--max-queue", 8)
+    yield server
+    server.end()
+
+
+def chat_prompt(folder, text):
+    return eagle3.encode_prompt({"prompt": text}, eagle3.load_tokenizer(folder / "target"))
+
+
+def test_the_official_client_gets_the_targets_text_from_every_endpoint(served, chat_pair):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+    target, tokenizer = load_target(chat_pair / "target", "float64"), eagle3.load_tokenizer(chat_pair / "target")
+    assert [model.id for model in client.models.list().data] == ["tiny"]
+    messages = [{"role": "user", "content": "Hello é"}]
+    prompt = chat_prompt(chat_pair, "Hello é")
+    expected = generate(target, [prompt], 40)[0].output
+    whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=40)
+    assert whole.choices[0].message.content == tokenizer.decode(expected) and whole.usage.completion_tokens == len(expected)
+    assert whole.usage.prompt_tokens == len(prompt) and whole.choices[0].finish_reason == ("stop" if expected[-1] == 259 else "length")
+    parts = list(client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_completion_tokens=40, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].delta.content or "" for p in parts[:-1]) == whole.choices[0].message.content
+    assert parts[-1].usage == whole.usage and parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason and parts[0].choices[0].delta.role == "assistant"
+    sampled = client.chat.completions.create(model="tiny", messages=messages, temperature=0.8, seed=5, n=3, max_tokens=12, logprobs=True, top_logprobs=2)
+    for i, choice in enumerate(sampled.choices):
+        request, = generate(target, [prompt], 12, sampling=Sampling(0.8, seed=5 + i))
+        assert choice.message.content == tokenizer.decode(request.output) and len(choice.logprobs.content) == len(request.output)
+        logits = target.logits(target(torch.tensor([prompt + request.output])).last)[0, len(prompt) - 1:-1].log_softmax(-1)
+        for entry, token, row in zip(choice.logprobs.content, request.output, logits):
+            assert entry.logprob == pytest.approx(row[token].item(), abs=1e-9) and entry.top_logprobs[0].logprob == pytest.approx(row.max().item(), abs=1e-9)
+    ids = random_prompts([9, 5], vocab_size=250)
+    several = client.completions.create(model="tiny", prompt=ids, temperature=0, max_tokens=8, logprobs=1, extra_body={"return_token_ids": True, "ignore_eos": True})
+    assert [choice.token_ids for choice in several.choices] == [r.output for r in generate(target, ids, 8, ())]
+    assert several.choices[1].logprobs.text_offset[0] == 0 and len(several.choices[1].logprobs.tokens) == 8
+    for problem, kind in ((dict(model="other"), openai.NotFoundError), (dict(max_tokens=10**6), openai.BadRequestError), (dict(logit_bias={"5": 1}), openai.BadRequestError)):
+        with pytest.raises(kind) as caught:
+            client.chat.completions.create(**{**dict(model="tiny", messages=messages), **problem})
+        assert "error" in caught.value.response.json() and (list(problem)[0] in str(caught.value) or "maximum context length is 300" in str(caught.value))
+
+
+def test_stop_strings_end_a_text_before_them_streamed_or_not_wherever_tokens_and_rounds_fall(served, chat_pair):
+    target, tokenizer = load_target(chat_pair / "target", "float64"), eagle3.load_tokenizer(chat_pair / "target")
+    text = tokenizer.decode(generate(target, [tokenizer.encode("abc")], 60, ())[0].output)
+    whole = [text[i:i + 3] for i in range(8, 40) if "\ufffd" not in text[:i + 3] and text.find(text[i:i + 3]) == i][:4] or [text[:1]]
+    for stop in whole:
+        body = {"prompt": "abc", "temperature": 0, "max_tokens": 60, "stop": [stop, "never there"], "ignore_eos": True}
+        status, answer = served.ask("/v1/completions", body)
+        assert status == 200 and answer["choices"][0]["text"] == text[:text.find(stop)] and answer["choices"][0]["finish_reason"] == "stop", (stop, answer)
+        status, stream = served.ask("/v1/completions", {**body, "stream": True})
+        events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
+        assert "".join(e["choices"][0]["text"] for e in events) == text[:text.find(stop)] and stream.endswith("data: [DONE]\n\n")
+        assert answer["usage"]["completion_tokens"] <= 60 and not any("\ufffd" in e["choices"][0]["text"] for e in events)
+
+
+def test_health_metrics_and_info_say_what_runs(served):
+    served.ask("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0})
+    assert served.ask("/health") == (200, {"status": "ok"})
+    status, metrics = served.ask("/metrics")
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    named = lambda name: sum(float(v) for k, v in values.items() if k.startswith(name + "{"))
+    assert status == 200 and named("vllm:generation_tokens_total") >= 20 and named("vllm:spec_decode_num_drafts_total") > 0
+    info = served.ask("/server_info")[1]
+    assert info["max_batch"] == 4 and info["features"] == "cat([h.2, h.4, h.5])" and info["ceiling"] == 6 and info["running"] == 0
+
+
+def test_many_clients_at_once_each_get_their_solo_answer(served, chat_pair):
+    target, prompts = load_target(chat_pair / "target", "float64"), random_prompts([5, 9, 13, 7, 30, 3, 21, 11], vocab_size=250)
+    settings = [Sampling(0.9 * (i % 2), seed=i) for i in range(8)]
+    expected = [generate(target, [p], 16, (), s)[0].output for p, s in zip(prompts, settings)]
+    ask = lambda i: served.ask("/v1/completions", {"prompt": prompts[i], "max_tokens": 16, "temperature": settings[i].temperature, "seed": i,
+                                                   "ignore_eos": True, "return_token_ids": True})[1]["choices"][0]["token_ids"]
+    with ThreadPoolExecutor(8) as clients:
+        for _ in range(3):
+            assert list(clients.map(ask, range(8))) == expected
+
+
+def test_a_full_queue_is_refused_and_clients_that_vanish_are_cancelled(served):
+    long = {"prompt": [5, 6], "max_tokens": 290, "ignore_eos": True, "stream": True}
+    connections = []
+    for _ in range(12):  # 4 slots and a queue of 8
+        connection = socket.create_connection(served.address)
+        data = json.dumps(long).encode()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        connections.append(connection)
+    until = time.monotonic() + 30
+    while (info := served.ask("/server_info")[1])["running"] + info["waiting"] < 12:
+        assert time.monotonic() < until, info
+    status, problem = served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})
+    assert status == 429 and "--max-queue 8" in problem["error"]["message"]
+    for connection in connections:
+        connection.close()
+    while (info := served.ask("/server_info")[1])["running"] + info["waiting"]:
+        assert time.monotonic() < until, info
+    assert served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+
+
+def test_junk_never_stops_the_server(served):
+    """Thousands of bodies with wrong types in every field; torn requests; a NaN in one request's logits is another test's."""
+    hypothesis = pytest.importorskip("hypothesis")
+    from hypothesis import strategies as some
+    api = serve.Api(FakeLoop(), None, "tiny")
+    junk = some.recursive(some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=8), lambda x: some.lists(x, max_size=3) | some.dictionaries(
+        some.text(max_size=5), x, max_size=3), max_leaves=6)
+    names = ("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stream", "stream_options",
+             "stop", "stop_token_ids", "logprobs", "top_logprobs", "ignore_eos", "return_token_ids", *serve.REFUSED)
+    refused, kept = Counter(), []
+
+    @hypothesis.settings(max_examples=3000, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(some.dictionaries(some.sampled_from(names), junk, max_size=4), some.booleans())
+    def read(body, is_chat):
+        body = body if is_chat else {"prompt": [1, 2], **body}
+        try:
+            jobs, _ = api.read(body, is_chat)
+            kept.append(jobs)
+        except serve.Refusal as refusal:
+            refused[refusal.status] += 1
+            json.dumps(refusal.json())
+            if len(kept) % 40 == 0:
+                assert served.ask("/v1/completions", body)[0] in (200, 400, 404, 429)
+
+    read()
+    assert refused[400] > 500 and kept
+    for body in (b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b"[" * 100000, b'{"prompt": [1], "max_tokens": 1' + b"0" * 5000 + b"}"):
+        status, answer = served.ask("/v1/completions", body)
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error", body[:20]
+    assert served.ask("/v1/completions", b"x" * (5 << 20))[0] == 413 and served.ask("/nowhere")[0] == 404 and served.ask("/v1/completions")[0] == 405
+    for n in range(300):
+        connection = socket.create_connection(served.address)
+        if n % 3:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{" if n % 3 == 1 else b"\0\1junk\r\n\r\n")
+        connection.close()
+    assert served.ask("/health")[0] == 200 and served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+
+
+class FakeLoop:
+    """As much of the loop as reading a body needs."""
+    class engine:
+        max_length = 100
+        target = type("", (), {"config": target_config()})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_under_load_finishes_what_was_accepted_on_any_number_of_ranks(chat_pair, ranks):
+    server = Served(chat_pair, "--no-compile", "--max-length", 200, "--max-batch", 2, "--api-key", "secret", ranks=ranks)
+    assert server.ask("/v1/models")[0] == 401 and server.ask("/health")[0] == 200
+    body = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    ask = lambda _: server.ask("/v1/completions", body, {"Authorization": "Bearer secret"})
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(ask, i) for i in range(4)]
+        until = time.monotonic() + 30
+        while server.ask("/server_info", headers={"Authorization": "Bearer secret"})[1]["running"] < 2 and not answers[0].done():
+            assert time.monotonic() < until
+        if ranks == 1:
+            server.process.terminate()
+            results = [answer.result() for answer in answers]
+            assert all(status in (200, 503) for status, _ in results) and results[0][0] == 200
+        else:
+            results = [answer.result() for answer in answers]
+            server.process.terminate()
+    expected, = generate(load_target(chat_pair / "target", "float64"), [[5, 6, 7]], 60, ())
+    assert all(answer["choices"][0]["token_ids"] == expected.output for status, answer in results if status == 200)
+    out, problem = server.process.communicate(timeout=60)
+    assert (server.process.returncode == 0 or ranks > 1) and '"requests"' in out, problem[-2000:]
+
+
+# -----------------------------------------------------------------------------
+# The scripts again
+
+
 def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_goes_on_to_the_same_rows(project, tmp_path):
     target, out = load_target(project / "target"), tmp_path / "own.jsonl"
     command = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 12,
@@ -2257,7 +2557,7 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
 @pytest.mark.parametrize("script, args, message", [
     ("serve.py", ("--prompt", "x", "--num-steps", 1, "--draft-topk", 1, "--num-draft-tokens", 16), "contradict each other"),
     ("serve.py", ("--prompt", "x", "--num-steps", 3), "go together"), ("serve.py", ("--prompt", "x", "--max-batch", 0), "at least 1"),
-    ("serve.py", ("--prompt", "x", "--device", "gpu"), "cpu, cuda"), ("train.py", ("--resume",), "starts anew"), ("serve.py", (), "give one of"), ("serve.py", ("--prompt", "x"), "python train.py"),
+    ("serve.py", ("--prompt", "x", "--device", "gpu"), "cpu, cuda"), ("train.py", ("--resume",), "starts anew"), ("serve.py", ("--prompt", "x", "--bench", "y"), "give at most one of"), ("serve.py", (), "python train.py"), ("serve.py", ("--prompt", "x"), "python train.py"),
     ("serve.py", ("--target", "nowhere", "--prompt", "x"), "not a folder"), ("train.py", ("--target", "nowhere"), "one of --out"),
     ("train.py", ("--target", "nowhere", "--data", "none.jsonl", "--out", "out"), "not a folder")])
 def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, script, args, message):
