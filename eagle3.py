@@ -1710,12 +1710,14 @@ class Engine:
 
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
     to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
-    finished one did takes over what that left in its slot. Raises ValueError for a head without a spec, or attached to another target.
+    finished one did takes over what that left in its slot. A round computes one row, where one request decodes, or all max_batch; sizes
+    (max_batch,) leaves out the former, and half of what there is to compile. Raises ValueError for a head without a spec, or attached to
+    another target.
     """
     block = 32  # slots that the head catches up with at once after plain steps
 
     def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | tuple[SpecConfig, ...] | None = None,
-                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512):
+                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512, sizes: tuple[int, ...] | None = None):
         if (head is None) != (spec is None):
             raise ValueError("an Engine needs a draft head and a SpecConfig, or neither")
         if head is not None and head.target is not target:
@@ -1729,7 +1731,7 @@ class Engine:
         self.target, self.head, self.shapes = target, head, shapes
         for module in (target, head) if head else (target,):
             pack(module)
-        self.is_compiled, self.sizes = False, (1, max_batch) if max_batch > 1 else (1,)  # a round computes one row, or all of them
+        self.is_compiled, self.sizes = False, sizes or tuple(sorted({1, max_batch}))  # a round computes one row, or all of them
         self.controllers = {size: Controller(shapes) for size in self.sizes} if isinstance(spec, tuple) else None
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device
@@ -1878,7 +1880,7 @@ class Engine:
     def _gather_rows(self) -> int:
         """How many rows the round computes: 0 if none decodes; 1 if one does, in the first slot, where it is moved to; or all."""
         decoding = [slot for slot, request in enumerate(self.slots) if request and slot not in self.read]
-        if len(decoding) != 1:
+        if len(decoding) != 1 or self.sizes[0] > 1:
             return self.max_batch if decoding else 0
         slot, = decoding
         if slot and self.slots[0] is not None:
@@ -2251,6 +2253,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in dtypes:
         raise ValueError(f"dtype must be one of {', '.join(dtypes)}: got {name!r}")
     return dtypes[name]
+
+
+def fast_dtype(name: str, device: str) -> str:
+    """bfloat16 as float32 on a CPU without bf16 products, where these take five times as long; anything else as it is."""
+    return "float32" if name == "bfloat16" and device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else name
 
 
 def read_target_config(folder: str | Path) -> TargetConfig:

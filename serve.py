@@ -89,7 +89,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the sampling noise")
     # machine
     add("--no-compile", action="store_true", help="--bench without torch.compile (one-off answers are never compiled: it would cost more than it saves)")
-    add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored)")
+    add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored; float32 on a CPU without bf16 products)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.plan))
@@ -97,7 +97,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA and --plan RANKS (none: the server)")
     if args.plan and not args.target or not args.plan and (args.memory or args.bandwidth) or jobs and not args.plan and args.max_length:
         raise ValueError("--plan needs --target; --memory and --bandwidth belong to --plan, --max-length to --plan and the server")
-    args.max_batch = args.max_batch or (1 if jobs else 8)
+    args.max_batch = (1 if jobs else 8) if args.max_batch is None else args.max_batch
     if args.check and not (args.target and args.draft):
         raise ValueError("--check needs --target and --draft")
     if args.held_out and not args.check:
@@ -141,8 +141,8 @@ def load(args, ranks: Shard):
     if args.layers:
         config = eagle3.read_target_config(args.target)
         stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    args.dtype = args.dtype or eagle3.fast_dtype(eagle3.read_target_config(args.target).dtype, args.device)
     target = eagle3.load_target(args.target, args.dtype, args.device, ranks)
-    args.dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
     print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}"
           + (f", split over {ranks.size} ranks" if ranks.size > 1 else ""))
@@ -185,7 +185,7 @@ def answer(args, ranks: Shard) -> dict:
 def plan(args) -> dict:
     """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
     config = eagle3.read_target_config(args.target)
-    dtype = eagle3.torch_dtype(args.dtype or config.dtype)
+    dtype = eagle3.torch_dtype(args.dtype or eagle3.fast_dtype(config.dtype, args.device))
     stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
     if args.draft:
         stored = eagle3.read_json(Path(args.draft) / "config.json")
@@ -499,6 +499,7 @@ def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
 
 def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
     """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
+    args.dtype = args.dtype or eagle3.fast_dtype(eagle3.read_target_config(args.target).dtype, args.device)
     target = eagle3.load_target(args.target, args.dtype, args.device, ranks)
     stated = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else None
     own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
@@ -593,7 +594,7 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
     return "ok"
 
 
-def check(args, ranks: Shard) -> dict:
+def check(args, ranks: Shard = Shard()) -> dict:
     evidence: dict = {"thresholds": {"match": eagle3.MATCH, "weak_below": WEAK, "generalises_from": GENERALISES}}
     try:
         verdict, cause = diagnose(args, ranks, evidence), None

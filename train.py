@@ -83,11 +83,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     # machine
     add("--split-target", choices=["auto", "yes", "no"], default="auto", help="with several ranks: each holds a part of the target, which "
         "computes all their rows together; or all of it (auto: where that takes more than half of a rank's memory, it is split)")
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float64"],
-        help="of the target and of products; master weights are fp32 at least")
+    add("--dtype", choices=["bfloat16", "float32", "float64"],
+        help="of the target and of products (default: bfloat16, float32 on a CPU without bf16 products); master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     args.device = eagle3.torch_device(args.device)
+    args.dtype = args.dtype or eagle3.fast_dtype("bfloat16", args.device)
     if args.adopt and not (args.inspect and args.target):
         raise ValueError("--adopt belongs to --inspect DIR --target DIR")
     if args.inspect:
@@ -122,7 +123,7 @@ def parse_args(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
     if not 0 < args.chain_share <= 1:
         raise ValueError(f"--chain-share must be above 0, and at most 1: got {args.chain_share}")
-    args.device = eagle3.torch_device(args.device)
+    args.device, args.dtype = eagle3.torch_device(args.device), args.dtype or eagle3.fast_dtype("bfloat16", args.device)
     return args
 
 
@@ -232,7 +233,7 @@ def regenerate(args, ranks: Shard) -> dict:
     done = eagle3.finished_conversations(out, made)
     eagle3.wait_for_all(shard)  # rank 0 is about to write
     records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
-    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length).compile()
+    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, sizes=(args.max_batch,)).compile()
     running, report, tokens, written, begun = {}, Counter(), 0, 0, time.perf_counter()  # running: request -> conversation, its name and index
 
     def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
@@ -627,7 +628,7 @@ def bench(args, ranks: Shard) -> dict:
     batches = eagle3.epoch_batches(source.lengths, args.batch_size, args.seed, 0)[:BENCH_WARMUP + (args.steps or 20)]
     if len(batches) <= BENCH_WARMUP or args.batch_size < ranks.size:
         raise ValueError(f"--bench warms up with {BENCH_WARMUP} batches, of a row for every rank at least: there are {len(batches)} batches of "
-                         f"{args.batch_size} for {ranks.size} ranks; give more rows, or another --batch-size")
+                         f"{args.batch_size} for {ranks.size} ranks; give more rows, or a {'smaller' if len(batches) <= BENCH_WARMUP else 'larger'} --batch-size")
     for step, indices in enumerate(tqdm(batches, desc="steps", unit="step")):
         loaded, watch = source.load(indices), eagle3.Stopwatch(torch.device(args.device))
         stats, _ = train_step(head, source, optimizer, [loaded], step, args, watch.mark)
@@ -741,7 +742,7 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
 # The demo
 
 
-def make_demo_target(folder: Path, data: Path, device: str) -> None:
+def make_demo_target(folder: Path, data: Path, args) -> None:
     """Train a small byte-level Llama on the source of Python's standard library (about a minute on two cores), and write training rows."""
     torch.manual_seed(0)
     sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
@@ -751,7 +752,7 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
         vocab_size=eagle3.ByteTokenizer.vocab_size, rms_norm_eps=1e-5, rope=eagle3.RopeConfig(10000.0), max_position_embeddings=2048,
         tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
         eos_token_ids=(eagle3.ByteTokenizer.eos_id,), dtype="float32")
-    target = Target(config).to(device)
+    target = Target(config).to(args.device)
     for parameter in target.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.02)
@@ -761,8 +762,8 @@ def make_demo_target(folder: Path, data: Path, device: str) -> None:
     bar = tqdm(range(steps), desc="demo target", unit="step")
     for step in bar:
         starts = torch.randint(len(ids) - T - 1, (B,))
-        rows = ids[starts[:, None] + torch.arange(T + 1)].to(device)
-        with torch.autocast(device.split(":")[0], torch.bfloat16):
+        rows = ids[starts[:, None] + torch.arange(T + 1)].to(args.device)
+        with autocast(args):
             logits = target.logits(target(rows[:, :-1]).last)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
         optimizer.zero_grad()
@@ -785,7 +786,7 @@ def demo(args, ranks: Shard) -> dict:
     if ranks.rank == 0:
         target.mkdir(parents=True, exist_ok=True)
         if not (target / "config.json").exists():
-            make_demo_target(target, data, args.device)
+            make_demo_target(target, data, args)
         shutil.rmtree(out, ignore_errors=True)
     eagle3.wait_for_all(ranks)
     args.target, args.data, args.out = str(target), [str(data)], str(out)
