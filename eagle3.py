@@ -1370,7 +1370,7 @@ class Sampling:
 
 
 class BatchSampling(NamedTuple):
-    """The Sampling of each row, [B] tensors, and (as constants, so that compiled code holds only that) what there is to compute at all."""
+    """The Sampling of each row, [B] tensors, and what there is to compute at all."""
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -1710,8 +1710,8 @@ class Engine:
 
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
     to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
-    finished one did takes over what that left in its slot. A round computes one row, where one request decodes, or all max_batch; sizes
-    (max_batch,) leaves out the former, and half of what there is to compile. Raises ValueError for a head without a spec, or attached to
+    finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (default: 1, 4,
+    16, ... and max_batch), that hold the requests which decode; each size is compiled on its own. Raises ValueError for a head without a spec, or attached to
     another target.
     """
     block = 32  # slots that the head catches up with at once after plain steps
@@ -1731,7 +1731,7 @@ class Engine:
         self.target, self.head, self.shapes = target, head, shapes
         for module in (target, head) if head else (target,):
             pack(module)
-        self.is_compiled, self.sizes = False, sizes or tuple(sorted({1, max_batch}))  # a round computes one row, or all of them
+        self.is_compiled, self.sizes = False, sizes or tuple(sorted({max_batch, *(4**i for i in range(8) if 4**i < max_batch)}))
         self.controllers = {size: Controller(shapes) for size in self.sizes} if isinstance(spec, tuple) else None
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device
@@ -1878,26 +1878,30 @@ class Engine:
         return events
 
     def _gather_rows(self) -> int:
-        """How many rows the round computes: 0 if none decodes; 1 if one does, in the first slot, where it is moved to; or all."""
+        """How many rows the round computes, 0 if none decodes: the least of `sizes` into whose slots all that decode can be moved."""
         decoding = [slot for slot, request in enumerate(self.slots) if request and slot not in self.read]
-        if len(decoding) != 1 or self.sizes[0] > 1:
-            return self.max_batch if decoding else 0
-        slot, = decoding
-        if slot and self.slots[0] is not None:
-            return self.max_batch
-        if slot:
-            for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
-                cache.swap(0, slot)
-            states = [self.lengths, self.root, self.active]
-            if self.head:
-                states += [self.hidden, self.draft_logits, self.late, self.late_features, self.late_tokens]
-            for state in states:
-                state[[0, slot]] = state[[slot, 0]]
-            self.held[0], self.held[slot] = self.held[slot], self.held[0]
-            request = self.slots[slot]
-            self._occupy(slot, None)
-            self._occupy(0, request)
-        return 1
+        for size in self.sizes if decoding else ():
+            outside = [slot for slot in decoding if slot >= size]
+            free = [slot for slot in range(size) if self.slots[slot] is None]
+            if len(outside) <= len(free):
+                for slot, other in zip(free, outside):
+                    self._move(other, slot)
+                return size
+        return 0
+
+    def _move(self, slot: int, free: int) -> None:
+        """A decoding request into a free slot; what that held goes the other way."""
+        for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
+            cache.swap(slot, free)
+        states = [self.lengths, self.root, self.active]
+        if self.head:
+            states += [self.hidden, self.draft_logits, self.late, self.late_features, self.late_tokens]
+        for state in states:
+            state[[free, slot]] = state[[slot, free]]
+        self.held[free], self.held[slot] = self.held[slot], self.held[free]
+        request = self.slots[slot]
+        self._occupy(slot, None)
+        self._occupy(free, request)
 
     def _agree(self, shape: SpecConfig | None) -> SpecConfig | None:
         """Rank 0's shape: each rank's clock may have chosen another. Raises RuntimeError for ranks that were not given the same requests."""
@@ -1926,9 +1930,9 @@ class Engine:
         self._run_target = compiled(self._run_target)
         if self.head:
             self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
-        for size in self.sizes:
+        for size_below in (0, *self.sizes[:-1]):
             for shape in (None, *self.shapes) if self.controllers or not self.head else self.shapes:
-                for _ in range(min(size, 2)):
+                for _ in range(size_below + 1):
                     self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
                 self.step(shape)
         self.held = [[] for _ in range(self.max_batch)]

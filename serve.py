@@ -366,8 +366,8 @@ def bench(args, ranks: Shard) -> dict:
     prompts = bench_prompts(args, target.config)
     longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
     kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
-    engines = {"plain": Engine(target, max_batch=args.max_batch, max_length=longest),
-               "spec": kind(target, head, spec, max_batch=args.max_batch, max_length=longest)}
+    size = dict(max_batch=args.max_batch, max_length=longest, sizes=(args.max_batch,))
+    engines = {"plain": Engine(target, **size), "spec": kind(target, head, spec, **size)}
     peer = Peer(args) if args.peer else None
     if peer:
         peer.seconds([prompts[0].ids])
@@ -868,6 +868,8 @@ class Api:
 
     def answer(self, jobs: list[Job], how: dict, is_gone):
         """Yields the chunks of a stream, then the whole answer. Cancels what still runs when it is closed. Raises Refusal."""
+        if not self.loop.is_healthy:
+            raise Refusal(503, "the engine does not answer (yet)")
         numbers, words, is_chat = self.loop.submit(jobs), [Words(self.tokenizer, how["stops"]) for _ in jobs], how["is_chat"]
         identity = {"id": ("chatcmpl-" if is_chat else "cmpl-") + os.urandom(12).hex(), "created": int(time.time()), "model": self.name}
         kind, begun, started = ("chat.completion" if is_chat else "text_completion"), time.monotonic(), set()
@@ -1089,6 +1091,8 @@ def serve(args, ranks: Shard) -> dict:
         print("no tokenizer: /v1/completions with token ids only")
     loop = Loop(engine, args.max_queue)
     server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name or Path(args.target).resolve().name), args.api_key)) if ranks.rank == 0 else None
+    if server:  # until the loop runs, /health and the others answer 503
+        threading.Thread(target=server.serve_forever, daemon=True).start()
     if not args.no_compile:
         print("compiling (--no-compile to leave that out) ...", flush=True)
         engine.compile()
@@ -1101,7 +1105,6 @@ def serve(args, ranks: Shard) -> dict:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, drain)
     if server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         print(f"serving on http://{args.host}:{server.server_address[1]}/v1 (up to {args.max_batch} requests at once, {length} tokens each)", flush=True)
     loop.run()
     if server:

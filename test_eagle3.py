@@ -1402,18 +1402,19 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(target, trained_
     assert [r.output for r in (quick, slow)] == [generate(target, [r.prompt], r.max_new_tokens, ())[0].output for r in (quick, slow)]
 
 
-def test_one_decoding_request_computes_one_row_and_moves_to_the_first_slot(target, trained_head):
-    prompts, widths = random_prompts([5, 9, 13]), []
-    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=3, max_length=80)
+def test_a_round_computes_the_fewest_rows_that_hold_what_decodes(target, trained_head):
+    """Requests end one after the other, the first ones first, so that the others are moved."""
+    prompts, widths = random_prompts([5, 9, 13, 4, 6, 7]), []
+    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=6, max_length=80)
     run = engine._run_target
     engine._run_target = lambda tokens, *rest: (widths.append(len(tokens)), run(tokens, *rest))[1]
-    requests = [engine.submit(prompt, n, ()) for prompt, n in zip(prompts, (6, 9, 50))]
+    requests = [engine.submit(prompt, n, ()) for prompt, n in zip(prompts, (6, 9, 12, 20, 24, 50))]
     rounds = 0
     while engine.busy:
         engine.step((None, CHAIN, TREE)[rounds // 3 % 3])
         rounds += 1
     assert [r.output for r in requests] == [generate(target, [p], len(r.output), ())[0].output for p, r in zip(prompts, requests)]
-    assert widths[0] == 3 and widths[-1] == 1 and sorted(set(widths)) == [1, 3]
+    assert widths == sorted(widths, reverse=True) and sorted(set(widths)) == [1, 4, 6]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=2)], ids=["greedy", "sampled"])
