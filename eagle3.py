@@ -1710,8 +1710,8 @@ class Engine:
 
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
     to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
-    finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (default: 1, 4,
-    16, ... and max_batch), that hold the requests which decode; each size is compiled on its own. Raises ValueError for a head without a spec, or attached to
+    finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (ascending, the
+    last max_batch; default 1 and max_batch), that hold the requests which decode; each size is compiled on its own. Raises ValueError for a head without a spec, or attached to
     another target.
     """
     block = 32  # slots that the head catches up with at once after plain steps
@@ -1731,7 +1731,7 @@ class Engine:
         self.target, self.head, self.shapes = target, head, shapes
         for module in (target, head) if head else (target,):
             pack(module)
-        self.is_compiled, self.sizes = False, sizes or tuple(sorted({max_batch, *(4**i for i in range(8) if 4**i < max_batch)}))
+        self.is_compiled, self.sizes = False, sizes or tuple(sorted({1, max_batch}))
         self.controllers = {size: Controller(shapes) for size in self.sizes} if isinstance(spec, tuple) else None
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device

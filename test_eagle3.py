@@ -1405,7 +1405,7 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(target, trained_
 def test_a_round_computes_the_fewest_rows_that_hold_what_decodes(target, trained_head):
     """Requests end one after the other, the first ones first, so that the others are moved."""
     prompts, widths = random_prompts([5, 9, 13, 4, 6, 7]), []
-    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=6, max_length=80)
+    engine = Engine(target, trained_head, (CHAIN, TREE), max_batch=6, max_length=80, sizes=(1, 4, 6))
     run = engine._run_target
     engine._run_target = lambda tokens, *rest: (widths.append(len(tokens)), run(tokens, *rest))[1]
     requests = [engine.submit(prompt, n, ()) for prompt, n in zip(prompts, (6, 9, 12, 20, 24, 50))]
