@@ -1814,10 +1814,11 @@ class Engine:
         if self.head:
             self.late[slot] = 0
         if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
-            self.held[slot] = []
-            for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
-                for cached in (*cache.keys, *cache.values):
-                    cached[slot] = 0
+            self.held[slot], states = [], [*self.cache.keys, *self.cache.values]
+            if self.head:
+                states += [*self.draft_cache.keys, *self.draft_cache.values, self.hidden, self.draft_logits, self.late_features]
+            for state in states:
+                state[slot] = 0
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append tokens up to the first end-of-turn token or the length limit, exactly; returns those that were emitted."""
@@ -1857,12 +1858,12 @@ class Engine:
 
     @torch.no_grad()
     def step(self, shape: SpecConfig | None | str = "choose") -> list[tuple[Request, list[int]]]:
-        """Admit waiting requests into free slots, read at least prefill_chunk tokens of their prompts, then run one round (of a given shape;
+        """Admit waiting requests into free slots, read prompts until prefill_chunk tokens were read, then run one round (of a given shape;
         None drafts nothing) for those that decode; returns what each got."""
         events, budget = [], self.prefill_chunk
-        while True:
+        while budget > 0:
             self._admit()
-            if not self.read or budget <= 0 and len(self.read) < sum(map(bool, self.slots)):
+            if not self.read:
                 break
             slot = next(iter(self.read))  # first come, first served
             request, before = self.slots[slot], self.read[slot]
@@ -1930,12 +1931,13 @@ class Engine:
         self._run_target = compiled(self._run_target)
         if self.head:
             self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
+        chunk, self.prefill_chunk = self.prefill_chunk, max(self.prefill_chunk, self.max_batch)  # so that all of them decode at once
         for size_below in (0, *self.sizes[:-1]):
             for shape in (None, *self.shapes) if self.controllers or not self.head else self.shapes:
                 for _ in range(size_below + 1):
                     self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
                 self.step(shape)
-        self.held = [[] for _ in range(self.max_batch)]
+        self.held, self.prefill_chunk = [[] for _ in range(self.max_batch)], chunk
         self.times = {name: [] for name in self.times}
         self.controllers = {size: Controller(self.shapes) for size in self.sizes} if self.controllers else None  # forget the compiler's seconds
         return self
@@ -1978,12 +1980,13 @@ class Engine:
         lengths, columns, is_last = torch.tensor([start], device=self.device), self.columns[:end], end == len(request.prompt)
         positions = columns[None, start:]
         out = self.target(tokens, CacheContext(self.cache.rows(slot, slot + 1), lengths, T, columns), positions, self.boundaries)
+        following = torch.tensor([request.prompt[end:end + 1]], device=self.device)  # behind this chunk: the next prompt token
+        is_finite = out.last.isfinite().all().long().view(1, 1)
         if is_last:
             own_logits = self.target.lm_head(self.target.norm(out.last[:, -1:]))
             following, score = choose_tokens(own_logits, positions[:, -1:] + 1, own, self.shard)
-            following, is_finite = broadcast(torch.cat([following, score.isfinite().long()]), self.shard).split(1)
-        else:  # the token behind this chunk is the next prompt token
-            following = torch.tensor([request.prompt[end:end + 1]], device=self.device)
+            is_finite = is_finite * score.isfinite()
+        following, is_finite = broadcast(torch.cat([following, is_finite]), self.shard).split(1)
         if self.head:
             features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
             shifted = torch.cat([tokens[:, 1:], following], dim=1)
@@ -1991,13 +1994,13 @@ class Engine:
             hidden, draft_logits = Engine._run_extend(self, features, shifted, count, lengths, columns, cache)
             self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
         self.read[slot] = end
+        if not is_finite:
+            self._finish(request, "error")
+            return []
         if not is_last:
             return []
         del self.read[slot]
         self.lengths[slot], self.root[slot], self.active[slot] = end, following[0, -1], 1
-        if not is_finite:
-            self._finish(request, "error")
-            return []
         if request.logprobs is not None:
             request.told += [(own, rivals[:request.logprobs]) for own, rivals in self._logprobs(own_logits, following)[0]]
         return self._emit(request, [int(following[0, -1])])
@@ -2097,6 +2100,7 @@ class Engine:
         if shape or not self.head:
             for name, ms in zip(self.times, (draft + extend, verify, host, total)):
                 self.times[name].append(ms)
+                del self.times[name][:-100_000]  # a server runs for months
         if self.controllers:
             self.controllers[size].record(shape, total, 1 + sum(told[slot][0] for slot in decoding) / len(decoding))
         return events

@@ -650,7 +650,7 @@ class Loop:
         self.requests: dict[int, eagle3.Request] = {}
         self.draining, self.ticked, self.begun = False, 0.0, time.time()
         self.totals: Counter = Counter()
-        self.stats, self.recent = SpecStats(), deque(maxlen=64)  # recent: (time, tokens) by step
+        self.stats, self.recent = SpecStats(), Counter()  # recent: tokens by second
         self.waits: dict[str, deque] = {"time_to_first_token": deque(maxlen=1000), "time_per_output_token": deque(maxlen=1000)}
 
     # For HTTP threads
@@ -694,6 +694,8 @@ class Loop:
         engine, rank = self.engine, self.engine.shard.rank
         while True:
             self.ticked = time.monotonic()
+            for second in [second for second in list(self.recent) if second < self.ticked - 20]:
+                del self.recent[second]
             for kind, number, what in eagle3.share(self._collect() if rank == 0 else None, engine.shard):
                 if kind == "end":
                     return
@@ -719,7 +721,7 @@ class Loop:
         job = self.jobs[number]
         job.events.put((job.index, tokens, request.told[len(request.output) - len(tokens):len(request.output)], request.finish_reason))
         self.totals["tokens"] += len(tokens)
-        self.recent.append((time.monotonic(), len(tokens)))
+        self.recent[int(time.monotonic())] += len(tokens)
         if request.finish_reason:
             with self.changed:
                 del self.jobs[number]
@@ -734,7 +736,7 @@ class Words:
 
     def __init__(self, tokenizer, stops: list[str]):
         self.stream, self.stops, self.held, self.tokens, self.told = tokenizer and eagle3.TextStream(tokenizer), stops, "", [], []
-        self.sent, self.finish_reason = "", None
+        self.sent, self.finish_reason, self.offset = "", None, 0  # offset: of the next token, where its log-probability is shown
 
     def push(self, tokens: list[int], told: list, reason: str | None) -> str:
         """What may be sent now; sets finish_reason at the end, or where a stop string was found."""
@@ -760,7 +762,7 @@ def checked(body: dict, name: str, kind, default=None, low=None, high=None):
     value = body.get(name)
     if value is None:
         return default
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not kind or kind is float and not math.isfinite(value):
         raise Refusal(400, f"{name} must be a {kind.__name__}: got {type(value).__name__}", name)
@@ -837,7 +839,10 @@ class Api:
             logprobs = checked(body, "top_logprobs", int, 0, 0, 20)
         elif not is_chat:
             logprobs = checked(body, "logprobs", int, None, 0, 20)
+        if len(prompts) * n > (most := self.loop.max_queue + self.engine.max_batch):
+            raise Refusal(400, f"{len(prompts)} prompts, n={n} each, are more than may wait here ({most})", "n")
         temperature, top_k = checked(body, "temperature", float, 1.0, 0.0, 100.0), max(0, checked(body, "top_k", int, 0, -1, 2**31))
+        temperature = 0.0 if temperature < 1e-5 else temperature  # logits divided by less would overflow
         seed = checked(body, "seed", int, None, -2**63, 2**63 - 65)
         seed = int.from_bytes(os.urandom(7), "big") if seed is None else seed
         top_p, min_p = checked(body, "top_p", float, 1.0, 1e-9, 1.0), checked(body, "min_p", float, 0.0, 0.0, 1.0)
@@ -873,16 +878,19 @@ class Api:
         numbers, words, is_chat = self.loop.submit(jobs), [Words(self.tokenizer, how["stops"]) for _ in jobs], how["is_chat"]
         identity = {"id": ("chatcmpl-" if is_chat else "cmpl-") + os.urandom(12).hex(), "created": int(time.time()), "model": self.name}
         kind, begun, started = ("chat.completion" if is_chat else "text_completion"), time.monotonic(), set()
+        looked = begun
         usage = lambda: {"prompt_tokens": how["prompt_tokens"], "completion_tokens": (done := sum(len(w.tokens) for w in words)),
                          "total_tokens": how["prompt_tokens"] + done}
         chunk = lambda choices, **more: {**identity, "object": kind + ".chunk" * is_chat, "choices": choices, **more}
         try:
             while any(w.finish_reason is None for w in words):
+                if time.monotonic() - looked > 0.5:
+                    looked = time.monotonic()
+                    if is_gone():
+                        raise ConnectionError("the client is gone")
                 try:
                     index, tokens, told, reason = jobs[0].events.get(timeout=0.5)
                 except queue.Empty:
-                    if is_gone():
-                        raise ConnectionError("the client is gone") from None
                     if not self.loop.is_healthy:
                         raise Refusal(503, "the engine does not answer") from None
                     continue
@@ -891,7 +899,7 @@ class Api:
                     continue
                 if reason in ("error", "cancelled"):
                     raise Refusal(500, "the target's logits were not finite: this request failed" if reason == "error" else "cancelled")
-                before, offset = len(word.tokens), len(word.sent)
+                before, offset = len(word.tokens), word.offset
                 new = word.push(tokens, told, reason)
                 if word.finish_reason == "stop" and reason is None:
                     self.loop.cancel([numbers[index]])
@@ -900,8 +908,9 @@ class Api:
                     self.loop.waits["time_to_first_token"].append(time.monotonic() - begun)
                 if word.finish_reason and len(word.tokens) > 1:
                     self.loop.waits["time_per_output_token"].append((time.monotonic() - begun) / len(word.tokens))
-                if how["stream"] and (new or word.finish_reason or is_chat and not before or how["ids"]):
+                if how["stream"] and (new or word.finish_reason or is_chat and not before or how["ids"] or how["logprobs"] is not None):
                     told = self.logprobs(how, word.tokens[before:], word.told[before:], offset)
+                    word.offset += sum(len(self.word(token)) for token in word.tokens[before:]) if told else 0
                     delta = {"delta": {**({} if before else {"role": "assistant"}), "content": new}} if is_chat else {"text": new}
                     ids = {"token_ids": word.tokens[before:]} if how["ids"] else {}
                     yield chunk([{"index": index, **delta, "logprobs": told, "finish_reason": word.finish_reason, **ids}], **({"usage": None} if how["usage"] else {}))
@@ -926,7 +935,7 @@ class Api:
         plain = [controller.median_ms(None) for controller in (engine.controllers or {}).values() if controller.ms[None]]
         rounds = engine.times["round"][-256:]
         depth = max((shape.num_steps for shape in engine.shapes), default=0)
-        recent = [tokens for when, tokens in list(self.loop.recent) if now - when < 10]
+        recent = [tokens for second, tokens in list(self.loop.recent.items()) if now - 10 <= second < int(now)]
         return {"model": self.name, "spec": [str(shape) for shape in engine.shapes] or None, "chosen_by": "auto" if engine.controllers else "flags",
                 "features": str(engine.head.config.layout) if engine.head else None, "max_batch": engine.max_batch, "max_length": engine.max_length,
                 "max_queue": self.loop.max_queue, "ranks": engine.shard.size, "dtype": str(engine.target.norm.weight.dtype).removeprefix("torch."),
@@ -945,7 +954,7 @@ class Api:
             lines.append(f"# TYPE {name} {kind}")
             lines.extend(f"{name}{suffix} {value}" for suffix, value in values)
 
-        reasons = sorted(key.removeprefix("finished ") for key in totals if key.startswith("finished "))
+        reasons = sorted(key.removeprefix("finished ") for key in list(totals) if key.startswith("finished "))
         show("vllm:request_success_total", "counter", *((f'{{{label},finished_reason="{reason}"}}', totals[f"finished {reason}"]) for reason in reasons))
         show("vllm:prompt_tokens_total", "counter", (f"{{{label}}}", totals["prompt tokens"]))
         show("vllm:generation_tokens_total", "counter", (f"{{{label}}}", totals["tokens"]))
@@ -982,8 +991,10 @@ def http_handler(api: Api, api_key: str | None):
             self.wfile.flush()
 
         def is_gone(self) -> bool:
+            waiting = select.poll()  # select() knows only the first 1,024 descriptors
+            waiting.register(self.connection, select.POLLIN)
             try:
-                return bool(select.select([self.connection], [], [], 0)[0]) and self.connection.recv(1, socket.MSG_PEEK) == b""
+                return bool(waiting.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
             except OSError:
                 return True
 
@@ -1009,9 +1020,13 @@ def http_handler(api: Api, api_key: str | None):
             path = self.path.partition("?")[0]
             gets = {"/health": lambda: ({"status": "ok"} if api.loop.is_healthy else None), "/v1/models": api.models, "/server_info": api.info, "/metrics": api.metrics}
             posts = {"/v1/completions": False, "/v1/chat/completions": True}
-            content = self.body() if method == "POST" else None
+            if "Transfer-Encoding" in self.headers or method == "GET" and self.headers.get("Content-Length", "0") != "0":
+                self.close_connection = True  # where a proxy sees another end of the request than we do, the rest is not ours to read
+                raise Refusal(400, "a body comes with a POST, and with a Content-Length")
             if api_key and path != "/health" and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {api_key}".encode()):
+                self.close_connection = True  # nothing is read from whom we do not know
                 raise Refusal(401, "the API key is missing or wrong")
+            content = self.body() if method == "POST" else None
             if path not in gets and path not in posts:
                 raise Refusal(404, f"{path} is not here; there are {', '.join((*gets, *posts))}")
             if (path in posts) != (method == "POST"):

@@ -1397,7 +1397,7 @@ def test_a_long_prompt_is_read_between_the_rounds_of_the_others(target, trained_
     while engine.busy:
         engine.step()
         got.append((len(quick.output), len(slow.output)))
-    reading = [a for a, b in got if b == 0]
+    reading = [a for a, b in got if b == 0 and a]
     assert len(reading) >= 7 and all(later > sooner for sooner, later in zip(reading, reading[1:])), got
     assert [r.output for r in (quick, slow)] == [generate(target, [r.prompt], r.max_new_tokens, ())[0].output for r in (quick, slow)]
 
@@ -2169,7 +2169,7 @@ def test_ranks_train_to_the_losses_of_one_whether_the_target_is_split_or_not_and
     for out in ("2", "split", "killed"):
         assert torch.tensor(losses(tmp_path / out)).allclose(torch.tensor(expected), rtol=1e-9), (out, losses(tmp_path / out), expected)
     assert whole["acceptance_length"] == split["acceptance_length"] and whole["loss"] == pytest.approx(split["loss"], rel=1e-6)
-    together = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 5)
+    together = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 5, "--no-compile")
     run_ranks(2, "train.py", *together, "--regenerate", tmp_path / "own.jsonl", "--split-target", "yes")
     given = [json.loads(line)["input_ids"][:4] for line in (project / "rows.jsonl").read_text().splitlines()]
     own = {row["source"]: row["input_ids"] for row in map(json.loads, (tmp_path / "own.jsonl").read_text().splitlines())}
@@ -2298,6 +2298,11 @@ def test_the_official_client_gets_the_targets_text_from_every_endpoint(served, c
     several = client.completions.create(model="tiny", prompt=ids, temperature=0, max_tokens=8, logprobs=1, extra_body={"return_token_ids": True, "ignore_eos": True})
     assert [choice.token_ids for choice in several.choices] == [r.output for r in generate(target, ids, 8, ())]
     assert several.choices[1].logprobs.text_offset[0] == 0 and len(several.choices[1].logprobs.tokens) == 8
+    streamed = list(client.completions.create(model="tiny", prompt=ids[0], temperature=0, max_tokens=30, logprobs=1, stop=["never"], stream=True, extra_body={"ignore_eos": True}))
+    entries = [part.choices[0].logprobs for part in streamed]
+    assert sum(len(entry.tokens) for entry in entries) == 30, "every token's, also of those that bring no whole character"
+    words = [word for entry in entries for word in entry.tokens]
+    assert [at for entry in entries for at in entry.text_offset] == [sum(map(len, words[:i])) for i in range(30)]
     for problem, kind in ((dict(model="other"), openai.NotFoundError), (dict(max_tokens=10**6), openai.BadRequestError), (dict(logit_bias={"5": 1}), openai.BadRequestError)):
         with pytest.raises(kind) as caught:
             client.chat.completions.create(**{**dict(model="tiny", messages=messages), **problem})
@@ -2353,8 +2358,11 @@ def test_a_full_queue_is_refused_and_clients_that_vanish_are_cancelled(served):
         assert time.monotonic() < until, info
     status, problem = served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})
     assert status == 429 and "--max-queue 8" in problem["error"]["message"]
+    data = json.dumps({**long, "stream": False}).encode()
     for connection in connections:
         connection.close()
+    with socket.create_connection(served.address) as connection:  # not streamed
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
     while (info := served.ask("/server_info")[1])["running"] + info["waiting"]:
         assert time.monotonic() < until, info
     assert served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
@@ -2386,10 +2394,12 @@ def test_junk_never_stops_the_server(served):
 
     read()
     assert refused[400] > 500 and kept
-    for body in (b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b"[" * 100000, b'{"prompt": [1], "max_tokens": 1' + b"0" * 5000 + b"}"):
+    for body in (b"", b"{", b"[]", b"5", b'"x"', b"\xff\xfe", b"[" * 100000, b'{"prompt": [1], "max_tokens": 1' + b"0" * 5000 + b"}",
+                 b'{"prompt": [1], "temperature": 1' + b"0" * 400 + b"}", json.dumps({"prompt": [[1]] * 100000, "n": 64}).encode()):
         status, answer = served.ask("/v1/completions", body)
         assert status == 400 and answer["error"]["type"] == "invalid_request_error", body[:20]
     assert served.ask("/v1/completions", b"x" * (5 << 20))[0] == 413 and served.ask("/nowhere")[0] == 404 and served.ask("/v1/completions")[0] == 405
+    assert served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2, "temperature": 1e-310})[0] == 200
     for n in range(300):
         connection = socket.create_connection(served.address)
         if n % 3:
@@ -2400,8 +2410,10 @@ def test_junk_never_stops_the_server(served):
 
 class FakeLoop:
     """As much of the loop as reading a body needs."""
+    max_queue = 60
+
     class engine:
-        max_length = 100
+        max_length, max_batch = 100, 4
         target = type("", (), {"config": target_config()})
 
 
@@ -2438,6 +2450,7 @@ def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_go
     command = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 12,
                "--regenerate")
     summary = json.loads(run_script("train.py", *command, out).stdout.splitlines()[-1])
+    command = ("--no-compile", *command)  # the same texts, sooner
     made = {line["source"]: line for line in map(json.loads, out.read_text().splitlines())}
     given = [json.loads(line)["input_ids"][:4] for line in (project / "rows.jsonl").read_text().splitlines()]
     assert summary["conversations"] == len(made) == len(given) == 60 and summary["skipped"] == 0
@@ -2459,7 +2472,7 @@ def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_go
     (tmp_path / "more").mkdir()
     more = [{"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}, {"input_ids": []}, {"input_ids": [9, 999]}, {"input_ids": [9, 8, 7]}, {"other": 1}, 5]
     (tmp_path / "more" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
-    double = (*command[:4], "--data", tmp_path / "more" / "rows.jsonl", *command[4:], tmp_path / "double.jsonl")
+    double = (*command[:5], "--data", tmp_path / "more" / "rows.jsonl", *command[5:], tmp_path / "double.jsonl")
     for _ in range(2):  # another file of the same name; and again, with nothing left to do
         summary = json.loads(run_script("train.py", *double).stdout.splitlines()[-1])
         assert summary["conversations"] == 61 and summary["skipped"] == 5

@@ -80,6 +80,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--max-batch", type=int, default=32, help="--regenerate: conversations at once")
     add("--temperature", type=float, default=0.0, help="--regenerate: 0 = the most likely token")
     add("--top-p", type=float, default=1.0, help="--regenerate: sample from the most likely tokens that together reach p (1 = all)")
+    add("--no-compile", action="store_true", help="--regenerate without torch.compile, for a few short answers")
     # machine
     add("--split-target", choices=["auto", "yes", "no"], default="auto", help="with several ranks: each holds a part of the target, which "
         "computes all their rows together; or all of it (auto: where that takes more than half of a rank's memory, it is split)")
@@ -233,7 +234,9 @@ def regenerate(args, ranks: Shard) -> dict:
     done = eagle3.finished_conversations(out, made)
     eagle3.wait_for_all(shard)  # rank 0 is about to write
     records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
-    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, sizes=(args.max_batch,)).compile()
+    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, sizes=(args.max_batch,))
+    if not args.no_compile:
+        engine.compile()
     running, report, tokens, written, begun = {}, Counter(), 0, 0, time.perf_counter()  # running: request -> conversation, its name and index
 
     def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
@@ -301,8 +304,7 @@ def extract(args, ranks: Shard) -> dict:
     eagle3.pack(target)
     rows, skipped = load_rows(args.data, cache(partial(eagle3.load_tokenizer, args.target)), config, args.max_length)
     folder = FeatureFolder.create(args.extract, layout, target, rows)
-    missing = folder.missing()
-    eagle3.wait_for_all(shard)  # the others are about to write
+    missing = eagle3.share(folder.missing(), shard)  # a split target computes the same rows everywhere
     needed, free = folder.row_bytes(sum(folder.lengths[i] for i in missing)), shutil.disk_usage(folder.folder).free
     print(f"{len(rows)} rows, {sum(folder.lengths)} tokens, {len(folder.names)} boundaries: {folder.row_bytes(sum(folder.lengths)) / 1e9:.3f} GB in all, "
           f"{needed / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
