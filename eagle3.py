@@ -255,7 +255,6 @@ class RopeConfig:
         return frequencies
 
 
-SPLIT_SIZES = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size", "vocab_size": "vocab_size"}  # over ranks
 SIZES = {  # our field: its key in config.json; the same for targets and heads
     "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps",
@@ -428,9 +427,13 @@ class Shard(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def part(self, count: int) -> slice:
-        """Of `count` things: this rank's, or, where there are fewer than ranks, the one that it shares."""
-        return slice(start := self.rank * count // self.size, start + max(1, count // self.size))
+    def count(self, whole: int) -> int:
+        """Of so many things, how many are this rank's: at least one, which ranks share where there are fewer things than ranks."""
+        return max(1, whole // self.size)
+
+    def part(self, whole: int) -> slice:
+        """Which ones."""
+        return slice(start := self.rank * whole // self.size, start + self.count(whole))
 
 
 class Split(NamedTuple):
@@ -607,7 +610,7 @@ class ColumnParallelLinear(Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, shard: Shard, unit: int = 1):
         pieces = shard.part(out_features // unit)
-        super().__init__(in_features, (pieces.stop - pieces.start) * unit, bias)
+        super().__init__(in_features, shard.count(out_features // unit) * unit, bias)
         self.split = Split(0, slice(pieces.start * unit, pieces.stop * unit), out_features)
 
 
@@ -822,7 +825,7 @@ class Target(nn.Module):
 
     def __init__(self, config: TargetConfig, shard: Shard = Shard()):
         super().__init__()
-        check_split(shard, "the target", {key: getattr(config, name) for name, key in SPLIT_SIZES.items()}, config.num_kv_heads)
+        check_split(shard, "the target", {SIZES[name]: getattr(config, name) for name in ("num_heads", "intermediate_size", "vocab_size")}, config.num_kv_heads)
         self.config, self.shard = config, shard
         self.fingerprint: dict | None = None  # set by load_target
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, shard)
@@ -1710,9 +1713,9 @@ class Engine:
 
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
     to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
-    finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (ascending, the
-    last max_batch; default 1 and max_batch), that hold the requests which decode; each size is compiled on its own. Raises ValueError for a head without a spec, or attached to
-    another target.
+    finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (ascending, the last
+    max_batch; default 1 and max_batch), that hold the requests which decode; each size is compiled on its own. Raises ValueError for a
+    head without a spec, or attached to another target.
     """
     block = 32  # slots that the head catches up with at once after plain steps
 
@@ -1739,11 +1742,10 @@ class Engine:
         self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
                           + [self.block] * (head is not None))
         columns = max_length + self.margin
-        own_heads = lambda config: len(range(config.num_kv_heads)[self.shard.part(config.num_kv_heads)])  # split as the weights are
-        self.cache = KVCache(config.num_layers, max_batch, own_heads(config), columns, config.head_dim, weight.dtype, self.device)
+        self.cache = KVCache(config.num_layers, max_batch, self.shard.count(config.num_kv_heads), columns, config.head_dim, weight.dtype, self.device)
         if head is not None:
             own = head.config
-            self.draft_cache = KVCache(1, max_batch, own_heads(own), columns, own.head_dim, head.norm.weight.dtype, self.device)
+            self.draft_cache = KVCache(1, max_batch, self.shard.count(own.num_kv_heads), columns, own.head_dim, head.norm.weight.dtype, self.device)
             self.hidden = torch.zeros(max_batch, own.hidden_size, dtype=head.norm.weight.dtype, device=self.device)  # at the last true slot
             self.draft_logits = torch.zeros(max_batch, own.draft_vocab_size, dtype=head.norm.weight.dtype, device=self.device)
             width = head.config.layout.width

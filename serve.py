@@ -127,6 +127,12 @@ def resolve_spec(args) -> SpecConfig | tuple[SpecConfig, ...] | None:
     return SpecConfig(*given)
 
 
+def load_own_part(args, ranks: Shard) -> eagle3.Target:
+    """The target, or this rank's part of it; settles args.dtype."""
+    args.dtype = args.dtype or eagle3.fast_dtype(eagle3.read_target_config(args.target).dtype, args.device)
+    return eagle3.load_target(args.target, args.dtype, args.device, ranks)
+
+
 def load(args, ranks: Shard):
     """Target, head (or None) and spec (or None), this rank's part of them; prints what was resolved."""
     spec = resolve_spec(args)  # before any weights are read
@@ -141,8 +147,7 @@ def load(args, ranks: Shard):
     if args.layers:
         config = eagle3.read_target_config(args.target)
         stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
-    args.dtype = args.dtype or eagle3.fast_dtype(eagle3.read_target_config(args.target).dtype, args.device)
-    target = eagle3.load_target(args.target, args.dtype, args.device, ranks)
+    target = load_own_part(args, ranks)
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
     print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}"
           + (f", split over {ranks.size} ranks" if ranks.size > 1 else ""))
@@ -198,7 +203,7 @@ def plan(args) -> dict:
         whole, target, head = eagle3.Target(config), eagle3.Target(config, shard), eagle3.DraftHead(own, shard=shard)
     size = lambda parameters: sum(p.numel() for p in parameters) * dtype.itemsize
     packed = lambda module: (size(layer.weight for layer in module.modules() if isinstance(layer, eagle3.Linear)) if args.device == "cpu" else 0)
-    kv = lambda config, layers: 2 * layers * batch * length * len(range(config.num_kv_heads)[shard.part(config.num_kv_heads)]) * config.head_dim * dtype.itemsize
+    kv = lambda config, layers: 2 * layers * batch * length * shard.count(config.num_kv_heads) * config.head_dim * dtype.itemsize
     weights, cached, head_size = size(target.parameters()) + packed(target), kv(config, config.num_layers), size(head.parameters()) + packed(head) + kv(own, 1)
     tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
     attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
@@ -499,8 +504,7 @@ def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
 
 def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
     """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
-    args.dtype = args.dtype or eagle3.fast_dtype(eagle3.read_target_config(args.target).dtype, args.device)
-    target = eagle3.load_target(args.target, args.dtype, args.device, ranks)
+    target = load_own_part(args, ranks)
     stated = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else None
     own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
     if own:
@@ -636,7 +640,6 @@ class Job:
     sampling: Sampling
     logprobs: int | None
     events: queue.SimpleQueue              # shared by the request's choices: (index, tokens, logprobs, finish reason)
-    request: eagle3.Request | None = None
 
 
 class Loop:
@@ -701,8 +704,6 @@ class Loop:
                     return
                 if kind == "submit":
                     self.requests[number] = engine.submit(*what)
-                    if rank == 0:
-                        self.jobs[number].request = self.requests[number]
                 elif number in self.requests:
                     engine.cancel(self.requests[number])
                     self._tell(number, [])
