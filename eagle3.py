@@ -200,14 +200,21 @@ class FeatureLayout:
 class RopeConfig:
     """Rotary position embedding: base and scaling, from either of the two spellings in use (rope_scaling, rope_parameters)."""
     theta: float
-    kind: str = "default"  # default | linear | llama3
+    kind: str = "default"  # default | linear | llama3 | yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0  # yarn, from here on
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
 
-    KINDS = {"default": (), "linear": ("factor",),
+    KINDS = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings"),
              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    MAY_HAVE = {"yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")}
 
     @classmethod
     def from_json(cls, config: dict) -> "RopeConfig":
@@ -233,13 +240,14 @@ class RopeConfig:
         if kind not in cls.KINDS:
             raise ValueError(f"rope type {kind!r} is not supported (supported: {', '.join(cls.KINDS)})")
         spelling.pop("partial_rotary_factor", None)
-        if set(spelling) != set(cls.KINDS[kind]):
+        spelling = {key: value for key, value in spelling.items() if value is not None or key not in cls.MAY_HAVE.get(kind, ())}
+        if set(spelling) - set(cls.MAY_HAVE.get(kind, ())) != set(cls.KINDS[kind]):
             raise ValueError(f"rope type {kind!r} takes {list(cls.KINDS[kind])}: config.json has {sorted(spelling)}")
         return cls(float(theta), kind, **spelling)
 
     def to_json(self) -> dict:
         """Both spellings, for every reader."""
-        own = {key: getattr(self, key) for key in self.KINDS[self.kind]}
+        own = {key: getattr(self, key) for key in self.KINDS[self.kind] + self.MAY_HAVE.get(self.kind, ()) if getattr(self, key) is not None}
         return {"rope_theta": self.theta, "rope_scaling": None if self.kind == "default" else {"rope_type": self.kind, **own},
                 "rope_parameters": {"rope_type": self.kind, "rope_theta": self.theta, **own}}
 
@@ -252,7 +260,28 @@ class RopeConfig:
             turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)  # within the original context
             smooth = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
             frequencies = (1 - smooth) * frequencies / self.factor + smooth * frequencies
+        if self.kind == "yarn":  # the same, by the pair's index instead of its wavelength (arXiv 2309.00071)
+            turning = lambda turns: (head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+                                     / (2 * math.log(self.theta)))  # the pair that turns so often within the original context
+            low, high = turning(self.beta_fast), turning(self.beta_slow)
+            low, high = (math.floor(low), math.ceil(high)) if self.truncate else (low, high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            stretched = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 0.001)).clamp(0, 1)
+            frequencies = frequencies / self.factor * stretched + frequencies * (1 - stretched)
         return frequencies
+
+    def mscale_of(self, weight: float) -> float:
+        """How much yarn sharpens attention over a stretched context."""
+        return 0.1 * weight * math.log(self.factor) + 1 if self.kind == "yarn" and self.factor > 1 else 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.mscale_of(self.mscale) / self.mscale_of(self.mscale_all_dim)
+        return self.mscale_of(1.0)
 
 
 SIZES = {  # our field: its key in config.json; the same for targets and heads
@@ -269,9 +298,68 @@ def write_sizes(config: "TargetConfig | DraftConfig") -> dict:
     return {key: getattr(config, field) for field, key in SIZES.items()}
 
 
+class LatentConfig(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): widths of what is cached for all heads, and of one head's parts."""
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """A mixture of experts: in which layers, how many, and how the router scores and chooses them."""
+    dense_layers: tuple[int, ...]  # those that have a plain MLP
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_size: int = 0           # width of the MLP that every token passes as well
+    scoring: str = "softmax"       # softmax | sigmoid, which has a bias for choosing
+    is_normalised: bool = True     # the chosen weights sum up to
+    scale: float = 1.0             # this
+    num_groups: int = 1            # experts are chosen from the best
+    groups_kept: int = 1           # of these groups
+
+
+def read_latent(config: dict) -> LatentConfig:
+    if not config.get("rope_interleave", True):
+        raise ValueError("rope_interleave false is not supported")
+    return LatentConfig(config.get("q_lora_rank"), *(config_value(config, key) for key in LatentConfig._fields[1:]))
+
+
+def read_experts(config: dict, is_deepseek: bool) -> ExpertConfig:
+    layers, value = config_value(config, "num_hidden_layers"), partial(config_value, config)
+    if not is_deepseek:  # Qwen3-MoE
+        every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        return ExpertConfig(tuple(i for i in range(layers) if i in dense or (i + 1) % every), config.get("num_experts") or value("num_local_experts"),
+                            value("num_experts_per_tok"), value("moe_intermediate_size"), is_normalised=bool(config.get("norm_topk_prob", False)))
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if config.get(key, only) != only:
+            raise ValueError(f"{key} {config[key]!r} is not supported (only {only!r} is)")
+    size = value("moe_intermediate_size")
+    return ExpertConfig(tuple(range(value("first_k_dense_replace"))), config.get("n_routed_experts") or value("num_local_experts"), value("num_experts_per_tok"),
+                        size, size * (config.get("n_shared_experts") or 0), "sigmoid", bool(config.get("norm_topk_prob", True)),
+                        float(value("routed_scaling_factor")), value("n_group"), value("topk_group"))
+
+
+def read_quantization(config: dict) -> str | None:
+    """None, "fp8" (blocks of 128 x 128) or "int4" (compressed-tensors, eight values a word, scales by 32); ValueError for any other."""
+    stored = config.get("quantization_config")
+    if not stored:
+        return None
+    if stored.get("quant_method") == "fp8" and list(stored.get("weight_block_size") or ()) == [128, 128]:
+        return "fp8"
+    weights = [group.get("weights") or {} for group in (stored.get("config_groups") or {}).values()]
+    kept = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    if stored.get("format") == "pack-quantized" and weights and all(w.get(key) == value for w in weights for key, value in kept.items()):
+        return "int4"
+    raise ValueError(f"these quantised weights are not supported (fp8 in blocks of 128 x 128 and pack-quantized int4 in groups of 32 are): {stored}")
+
+
 @dataclass(frozen=True)
 class TargetConfig:
-    """A dense target's facts, from a Hugging Face config.json (Llama, Qwen2/2.5, Qwen3)."""
+    """A target's facts, from a Hugging Face config.json (Llama, Qwen2/2.5, Qwen3, Qwen3-MoE, DeepSeek-V3, Kimi-K2 and the text of -K2.5)."""
     architecture: str
     hidden_size: int
     intermediate_size: int
@@ -290,8 +378,12 @@ class TargetConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]  # the union of config.json's and generation_config.json's
     dtype: str                      # as stored, such as "bfloat16"
+    latent: LatentConfig | None = None
+    experts: ExpertConfig | None = None
+    quantization: str | None = None  # see read_quantization
 
-    ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    DEEPSEEK = ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration")
+    ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *DEEPSEEK)
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -309,23 +401,37 @@ class TargetConfig:
             raise ValueError(f"activation {config['hidden_act']!r} is not supported (only silu is)")
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("sliding-window attention is not supported: the config turns it on (use_sliding_window or layer_types)")
-        if config.get("quantization_config"):
-            raise ValueError("quantised weights (quantization_config) are not supported")
-        eos = [c.get("eos_token_id") for c in (config, generation_config or {})]
+        eos = [c.get("eos_token_id") for c in (config, config.get("text_config") or {}, generation_config or {})]
+        config = {**config, **(config.get("text_config") or {})}  # a text and vision model's text part
         eos_ids = sorted({i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])})
         bias = bool(config.get("attention_bias", False))
-        heads = config_value(config, "num_attention_heads")
+        heads, latent, experts = config_value(config, "num_attention_heads"), None, None
         defaults = {"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads}
+        if architecture in cls.DEEPSEEK:
+            latent = read_latent(config)
+            config["head_dim"] = latent.v_head_dim
+        if architecture in (*cls.DEEPSEEK, "Qwen3MoeForCausalLM"):
+            experts = read_experts(config, architecture in cls.DEEPSEEK)
         return cls(
             architecture=architecture, **read_sizes({**config, **{key: config.get(key) or value for key, value in defaults.items()}}),
             num_layers=config_value(config, "num_hidden_layers"), rope=RopeConfig.from_json(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bias or architecture == "Qwen2ForCausalLM", o_bias=bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=bool(config.get("mlp_bias", False)), qk_norm=architecture == "Qwen3ForCausalLM",
-            eos_token_ids=tuple(eos_ids), dtype=config.get("torch_dtype") or config.get("dtype") or "float32")
+            mlp_bias=bool(config.get("mlp_bias", False)), qk_norm=architecture.startswith("Qwen3"),
+            eos_token_ids=tuple(eos_ids), dtype=config.get("torch_dtype") or config.get("dtype") or "float32",
+            latent=latent, experts=experts, quantization=read_quantization(config))
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What the KV cache holds of a token: heads, width of a key, width of a value (0: the keys' beginnings are the values)."""
+        if self.latent:
+            return 1, self.latent.kv_lora_rank + self.latent.qk_rope_head_dim, 0
+        return self.num_kv_heads, self.head_dim, self.head_dim
 
     def to_json(self) -> dict:
-        """A config.json that from_json and transformers read back."""
+        """A config.json that from_json and transformers read back; of a dense target."""
+        if self.experts:
+            raise ValueError(f"{self.architecture} is read, but not written")
         return {"architectures": [self.architecture], "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
                 "hidden_act": "silu", **write_sizes(self), "num_hidden_layers": self.num_layers,
                 "tie_word_embeddings": self.tie_word_embeddings, "attention_bias": self.o_bias, "mlp_bias": self.mlp_bias,
@@ -415,9 +521,11 @@ class SpecConfig:
 #     q_proj, k_proj, v_proj               rows (whole heads)           each rank attends with its own heads
 #     gate_proj, up_proj                   rows                         each rank has its own part of the MLP's width
 #     o_proj, down_proj                    columns                      all_reduce
+#     every expert's three                 as the MLP's                 one all_reduce, the shared expert included
+#     latent q_b_proj, kv_b_proj           rows (whole heads)           each rank attends with its own heads, to all of the cache
 #     the target's lm_head                 rows (the vocabulary)        all_gather of each rank's best token; of logits if a row truncates
 #     the head's fc, lm_head               rows                         all_gather
-#     norms, d2t, t2d                      not at all
+#     norms, d2t, t2d, router, latent a's  not at all
 #
 # Where there are fewer KV heads than ranks, several ranks hold the same one.
 
@@ -441,6 +549,11 @@ class Split(NamedTuple):
     dim: int
     part: slice
     whole: int
+
+    def among(self, length: int) -> slice:
+        """The part of something that has `length` entries along that dimension, such as words of eight values."""
+        each = self.whole // length
+        return slice(self.part.start // each, self.part.stop // each)
 
 
 TRAFFIC: Counter = Counter()  # what this rank took part in: collectives by name, and their "bytes" (of what this rank gives)
@@ -621,8 +734,12 @@ class RowParallelLinear(Linear):
         super().__init__(in_features // shard.size, out_features, bias)
         self.shard, self.split = shard, Split(1, shard.part(in_features), in_features)
 
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand."""
+        return super().forward(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return all_reduce(super().forward(x), self.shard)
+        return all_reduce(self.partial(x), self.shard)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -664,10 +781,10 @@ class Rope(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor) -> "Rope":  # [B,T], [D/2]
+    def at(cls, positions: Tensor, frequencies: Tensor, config: RopeConfig) -> "Rope":  # [B,T], [D/2]
         assert frequencies.dtype in (torch.float32, torch.float64), "rope frequencies must be fp32: load in the wanted dtype, do not cast"
         angles = positions[..., None, None] * frequencies.float()
-        return cls(angles.cos(), angles.sin())
+        return cls(angles.cos() * config.magnitude, angles.sin() * config.magnitude)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate the pairs (i, i + D/2) of x [B,T,heads,D]: the two-halves convention of Hugging Face checkpoints."""
@@ -675,41 +792,42 @@ class Rope(NamedTuple):
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
-    """Softmax attention with grouped KV heads: q [B,T,H,D], k [B,G,S,D], v [B,G,S,D], visible [B,T,S] bool -> [B,T,H,D].
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Softmax attention with grouped KV heads: q [B,T,H,D], k [B,G,S,D], v [B,G,S,E], visible [B,T,S] bool -> [B,T,H,E].
 
-    visible None means that query t sees keys 0..t (S == T). The query heads that share a KV head are laid side by side as its queries, so no
+    visible None means that query t sees keys 0..t (S == T); scale: default D ** -0.5. The query heads that share a KV head are laid side by side as its queries, so no
     key is copied. One token compiled for a CPU is written out in products and sums, which the compiler fuses into loops that read keys and
     values in place: half the time of the library's kernel.
     """
     B, T, H, D = q.shape
     G = k.shape[1]
     if visible is None:
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=G != H).transpose(1, 2)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=G != H, scale=scale).transpose(1, 2)
     q = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D)
     if T == 1 and q.device.type == "cpu" and torch.compiler.is_compiling():
         wide = wide_dtype(q.dtype)
-        scores = (q[..., None, :].to(wide) * k[:, :, None].to(wide)).sum(-1) * D ** -0.5  # [B,G,H/G,S]
+        scores = (q[..., None, :].to(wide) * k[:, :, None].to(wide)).sum(-1) * (scale or D ** -0.5)  # [B,G,H/G,S]
         weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
         out = (weights[..., None] * v[:, :, None].to(wide)).sum(-2).to(v.dtype)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None].repeat(1, 1, H // G, 1))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None].repeat(1, 1, H // G, 1), scale=scale)
     return out.view(B, G, H // G, T, -1).permute(0, 3, 1, 2, 4).reshape(B, T, H, -1)
 
 
 class RowContext:
     """Whole rows, nothing cached: token t sees tokens 0..t. Right padding is never seen by what is left of it."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
-        return attention(q, k.transpose(1, 2), v.transpose(1, 2))
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,E]
+        return attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
 
 
 class KVCache:
-    """Preallocated keys and values, one [B,G,S,D] tensor per layer. The caller keeps the lengths: columns behind them are free."""
+    """Preallocated keys and values, one [B,G,S,D] tensor per layer (value_dim 0: values are the keys' beginnings). The caller keeps the
+    lengths: columns behind them are free."""
 
-    def __init__(self, num_layers: int, batch: int, num_heads: int, length: int, head_dim: int, dtype: torch.dtype, device="cpu"):
-        new = lambda: [torch.zeros(batch, num_heads, length, head_dim, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.keys, self.values = new(), new()
+    def __init__(self, num_layers: int, batch: int, num_heads: int, length: int, head_dim: int, dtype: torch.dtype, device="cpu", value_dim=None):
+        new = lambda width: [torch.zeros(batch, num_heads, length, width, dtype=dtype, device=device) for _ in range(num_layers if width else 0)]
+        self.keys, self.values = new(head_dim), new(head_dim if value_dim is None else value_dim)
 
     def rows(self, start: int, stop: int) -> "KVCache":
         """Some rows as a batch of their own, on the same memory."""
@@ -753,11 +871,15 @@ class CacheContext:
             width = block.shape[-1]
             self.visible = (within < 0) | (within < width) & block.gather(2, within.clamp(0, width - 1))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,D]
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:  # [B,T,H,D], [B,T,G,D], [B,T,G,E]
+        keys = self.cache.keys[layer]
         keys[self.rows, :, self.own] = k
-        values[self.rows, :, self.own] = v
-        return attention(q, keys[:, :, :self.reach], values[:, :, :self.reach], self.visible)
+        if self.cache.values:
+            values = self.cache.values[layer]
+            values[self.rows, :, self.own] = v
+        else:
+            values = keys[..., :v.shape[-1]]
+        return attention(q, keys[:, :, :self.reach], values[:, :, :self.reach], self.visible, scale)
 
 
 class Attention(nn.Module):
@@ -789,9 +911,154 @@ class MLP(nn.Module):
         self.gate_proj, self.up_proj = (ColumnParallelLinear(hidden_size, intermediate_size, bias, shard) for _ in range(2))
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, shard)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's summand."""
         gate, up = joined_linear(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj.partial(F.silu(gate) * up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(self.partial(x), self.down_proj.shard)
+
+
+class Weight(nn.Module):
+    """A weight that is used otherwise than a Linear's."""
+
+    def __init__(self, *shape: int, split: Split | None = None):
+        super().__init__()
+        self.weight, self.split = nn.Parameter(torch.empty(shape)), split
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, absorbed: all heads attend to one latent [c, rope] per token, which is all that is cached. What would
+    turn c into a head's keys is applied to its queries instead, what would turn it into values to its result. Names are Hugging Face's."""
+
+    def __init__(self, config: TargetConfig, shard: Shard):
+        super().__init__()
+        self.latent = latent = config.latent
+        query, C, H, bias = latent.qk_nope_head_dim + latent.qk_rope_head_dim, config.hidden_size, config.num_heads, config.o_bias
+        norm = partial(RMSNorm, eps=1e-6)  # whatever rms_norm_eps is: so in the published code of DeepSeek and Kimi, and in transformers
+        if latent.q_lora_rank:
+            self.joined = (("q_a_proj", "kv_a_proj_with_mqa"),)  # see pack
+            self.q_a_proj, self.q_a_layernorm = Linear(C, latent.q_lora_rank, bias), norm(latent.q_lora_rank)
+            self.q_b_proj = ColumnParallelLinear(latent.q_lora_rank, H * query, False, shard, query)
+        else:
+            self.q_proj = ColumnParallelLinear(C, H * query, False, shard, query)
+        self.kv_a_proj_with_mqa, self.kv_a_layernorm = Linear(C, latent.kv_lora_rank + latent.qk_rope_head_dim, bias), norm(latent.kv_lora_rank)
+        each = latent.qk_nope_head_dim + latent.v_head_dim
+        heads = shard.part(H)
+        self.kv_b_proj = Weight((heads.stop - heads.start) * each, latent.kv_lora_rank, split=Split(0, slice(heads.start * each, heads.stop * each), H * each))
+        self.o_proj = RowParallelLinear(H * latent.v_head_dim, C, bias, shard)
+        self.scale = query ** -0.5 * config.rope.mscale_of(config.rope.mscale_all_dim or 0.0) ** 2
+
+    def forward(self, x: Tensor, rope: Rope, attend) -> Tensor:
+        B, T, _ = x.shape
+        _, rank, nope, rotated, width = self.latent
+        if self.latent.q_lora_rank:
+            q, kv = joined_linear(x, self.q_a_proj, self.kv_a_proj_with_mqa)
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        else:
+            q, kv = self.q_proj(x), self.kv_a_proj_with_mqa(x)
+        to_key, to_value = self.kv_b_proj.weight.view(-1, nope + width, rank).split([nope, width], dim=1)  # [H,nope,rank], [H,width,rank]
+        q, q_rope = q.view(B, T, -1, nope + rotated).split([nope, rotated], dim=-1)
+        c, k_rope = kv[:, :, None].split([rank, rotated], dim=-1)  # [B,T,1,rank], [B,T,1,rotated]
+        c = self.kv_a_layernorm(c)
+        rotate = lambda y: rope.rotate(y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))  # pairs lie side by side here, not in two halves
+        q = torch.cat([torch.einsum("bthd,hdc->bthc", q, to_key), rotate(q_rope)], dim=-1)
+        out = attend(q, torch.cat([c, rotate(k_rope)], dim=-1), c, self.scale)  # [B,T,H,rank]
+        return self.o_proj(torch.einsum("bthc,hdc->bthd", out, to_value).reshape(B, T, -1))
+
+
+def unpack_int4(packed: Tensor, scale: Tensor) -> Tensor:
+    """Words [...,N,K/8] int32 of eight 4-bit values each (value + 8, the lowest bits first) and scales [...,N,K/group] -> [...,N,K] in the
+    scales' dtype (the pack-quantized format of compressed-tensors)."""
+    nibbles = packed[..., None] >> torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32) & 0xF
+    values = (nibbles.flatten(-2) - 8).to(scale.dtype)
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+
+
+class ExpertLinear(nn.Module):
+    """One projection of every expert: weight [E,N,K], or 4-bit words [E,N,K/8] with scales [E,N,K/32], as they are stored."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, split_dim: int, shard: Shard, is_packed: bool):
+        super().__init__()
+        sizes = [out_features, in_features]
+        self.split = Split(split_dim, shard.part(sizes[split_dim]), sizes[split_dim])  # of each expert
+        sizes[split_dim] //= shard.size
+        self.num_experts, self.sizes = num_experts, sizes
+        self.set_packed(is_packed)
+
+    def set_packed(self, is_packed: bool) -> None:
+        """Choose between the two forms, before loading; what was held is dropped."""
+        new = partial(torch.zeros, device="meta" if any(x.is_meta for x in (*self.parameters(), *self.buffers())) else None)
+        N, K = self.sizes
+        self.is_packed, self.weight = is_packed, None if is_packed else nn.Parameter(new(self.num_experts, N, K))
+        self.register_buffer("weight_packed", new(self.num_experts, N, K // 8, dtype=torch.int32) if is_packed else None)
+        self.register_buffer("weight_scale", new(self.num_experts, N, K // 32, dtype=torch.bfloat16) if is_packed else None)
+
+    def of(self, expert: Tensor | int, dtype: torch.dtype) -> Tensor:
+        """[...] -> the weights of these experts [...,N,K]."""
+        return unpack_int4(self.weight_packed[expert], self.weight_scale[expert]).to(dtype) if self.is_packed else self.weight[expert]
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [P,K], each row through its own expert [P] -> [P,N]. Compiled, the loops read the stored weights in place."""
+        if torch.compiler.is_compiling():
+            wide = wide_dtype(x.dtype)
+            return (self.of(experts, x.dtype).to(wide) * x[:, None].to(wide)).sum(-1).to(x.dtype)
+        return torch.bmm(self.of(experts, x.dtype), x[..., None])[..., 0]
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token passes the few experts that the router chooses for it, weighted, and the shared expert if there is one."""
+
+    few = 64  # (token, expert) pairs, up to which each reads its expert's weights; beyond, each expert's are read once
+
+    def __init__(self, config: TargetConfig, shard: Shard):
+        super().__init__()
+        experts = config.experts
+        self.config, self.shard = experts, shard
+        E, C, I, is_packed = experts.num_experts, config.hidden_size, experts.intermediate_size, config.quantization == "int4"
+        self.gate = Weight(E, C)
+        if experts.scoring == "sigmoid":
+            self.gate.register_buffer("e_score_correction_bias", torch.zeros(E))
+        self.experts = nn.ModuleDict({name: ExpertLinear(E, *sizes, split_dim, shard, is_packed) for name, sizes, split_dim in (
+            ("gate_proj", (C, I), 0), ("up_proj", (C, I), 0), ("down_proj", (I, C), 1))})
+        self.shared_experts = MLP(C, experts.shared_size, shard) if experts.shared_size else None
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n,C] -> weights and ids [n,k] of each token's experts."""
+        c, wide = self.config, wide_dtype(x.dtype)
+        logits = F.linear(x.to(wide), self.gate.weight.to(wide))
+        scores = logits.softmax(-1) if c.scoring == "softmax" else logits.sigmoid()
+        ranked = scores if c.scoring == "softmax" else scores + self.gate.e_score_correction_bias
+        if c.num_groups > 1:  # a group is as good as its two best
+            groups = ranked.unflatten(-1, (c.num_groups, -1))
+            kept = groups.topk(2).values.sum(-1).topk(c.groups_kept).indices
+            dropped = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+            ranked = groups.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
+        chosen = ranked.topk(c.experts_per_token).indices
+        weights = scores.gather(-1, chosen)
+        if c.is_normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * c.scale, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.route(rows)
+        gate, up, down = self.experts.values()
+        if torch.compiler.is_compiling() or chosen.numel() <= self.few:
+            each, ids = rows.repeat_interleave(chosen.shape[1], 0), chosen.flatten()
+            out = down(F.silu(gate(each, ids)) * up(each, ids), ids).view(*chosen.shape, -1)
+            out = (out * weights[..., None].to(out.dtype)).sum(1)
+        else:
+            out = torch.zeros_like(rows)
+            for expert in chosen.unique().tolist():
+                row, place = (chosen == expert).nonzero(as_tuple=True)
+                own = rows[row]
+                own = F.silu(F.linear(own, gate.of(expert, x.dtype))) * F.linear(own, up.of(expert, x.dtype))
+                out.index_add_(0, row, F.linear(own, down.of(expert, x.dtype)) * weights[row, place, None].to(x.dtype))
+        if self.shared_experts is not None:
+            out = out + self.shared_experts.partial(rows)
+        return all_reduce(out, self.shard).view_as(x)
 
 
 # -----------------------------------------------------------------------------
@@ -801,13 +1068,15 @@ class MLP(nn.Module):
 
 
 class TargetLayer(nn.Module):
-    def __init__(self, config: TargetConfig, shard: Shard):
+    def __init__(self, config: TargetConfig, index: int, shard: Shard):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, shard,
-                                   config.qkv_bias, config.o_bias, config.rms_norm_eps if config.qk_norm else None)
+        self.self_attn = LatentAttention(config, shard) if config.latent else Attention(
+            config.hidden_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, shard,
+            config.qkv_bias, config.o_bias, config.rms_norm_eps if config.qk_norm else None)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, shard, config.mlp_bias)
+        is_dense = config.experts is None or index in config.experts.dense_layers
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, shard, config.mlp_bias) if is_dense else MixtureOfExperts(config, shard)
 
     def forward(self, x: Tensor, rope: Rope, attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, attend)
@@ -820,28 +1089,32 @@ class TargetOutput(NamedTuple):
 
 
 class Target(nn.Module):
-    """A dense decoder (Llama, Qwen2/2.5, Qwen3), or this rank's part of it. Parameter names are Hugging Face's, without the leading
-    'model.'. Raises ValueError where it cannot be split so."""
+    """A decoder of one of TargetConfig's families, or this rank's part of it. Parameter names are Hugging Face's, without the leading
+    'model.', and with all experts in one. Raises ValueError where it cannot be split so."""
 
     def __init__(self, config: TargetConfig, shard: Shard = Shard()):
         super().__init__()
-        check_split(shard, "the target", {SIZES[name]: getattr(config, name) for name in ("num_heads", "intermediate_size", "vocab_size")}, config.num_kv_heads)
+        sizes = {SIZES[name]: getattr(config, name) for name in ("num_heads", "intermediate_size", "vocab_size")}
+        if config.experts:  # 4-bit words and their groups stay whole
+            sizes["moe_intermediate_size in whole groups"] = config.experts.intermediate_size // (32 if config.quantization == "int4" else 1)
+        check_split(shard, "the target", sizes, config.cached[0])
         self.config, self.shard = config, shard
         self.fingerprint: dict | None = None  # set by load_target
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, shard)
-        self.layers = nn.ModuleList(TargetLayer(config, shard) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(TargetLayer(config, index, shard) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, False, shard)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("rope_frequencies", config.rope.frequencies(config.head_dim), persistent=False)
+        rotated = config.latent.qk_rope_head_dim if config.latent else config.head_dim
+        self.register_buffer("rope_frequencies", config.rope.frequencies(rotated), persistent=False)
 
     def forward(self, tokens: Tensor, context=None, positions: Tensor | None = None, boundaries: tuple[int, ...] = ()) -> TargetOutput:
         """tokens [B,T], positions [B,T] (default 0..T-1) -> the last hidden states, and those at the boundaries asked for."""
         context = context or RowContext()
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand_as(tokens)
-        rope = Rope.at(positions, self.rope_frequencies)
+        rope = Rope.at(positions, self.rope_frequencies, self.config.rope)
         x, captures = self.embed_tokens(tokens), {}
         for index, layer in enumerate(self.layers):
             if index in boundaries:
@@ -1034,7 +1307,7 @@ class DraftHead(nn.Module):
         Returns (the hidden states to feed back, the normed ones that lm_head reads), [B,T,C] each.
         """
         embedding = self.target.embed_tokens(tokens).detach().to(hidden.dtype)  # frozen
-        hidden = self.midlayer(embedding, hidden, Rope.at(positions, self.rope_frequencies), partial(context.attend, 0))
+        hidden = self.midlayer(embedding, hidden, Rope.at(positions, self.rope_frequencies, self.config.rope), partial(context.attend, 0))
         normed = self.norm(hidden)
         return normed if self.config.norm_output else hidden, normed
 
@@ -1742,7 +2015,8 @@ class Engine:
         self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
                           + [self.block] * (head is not None))
         columns = max_length + self.margin
-        self.cache = KVCache(config.num_layers, max_batch, self.shard.count(config.num_kv_heads), columns, config.head_dim, weight.dtype, self.device)
+        heads, width, value_width = config.cached
+        self.cache = KVCache(config.num_layers, max_batch, self.shard.count(heads), columns, width, weight.dtype, self.device, value_width)
         if head is not None:
             own = head.config
             self.draft_cache = KVCache(1, max_batch, self.shard.count(own.num_kv_heads), columns, own.head_dim, head.norm.weight.dtype, self.device)
@@ -2186,7 +2460,9 @@ def open_tensors(path: Path):
 
 
 class TensorFolder:
-    """The tensors of a checkpoint folder, model.safetensors or a sharded index; read one by one, never all at once."""
+    """The tensors of a checkpoint folder, model.safetensors or a sharded index; read one by one, never all at once. A text and vision
+    model's text part has its own names, the rest is left out; quantised weights (see read_quantization) look like plain ones."""
+    PARTS = re.compile(r"(?<=\.)weight_(packed|scale|scale_inv|shape)$")  # what a quantised weight is stored as
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
@@ -2201,44 +2477,69 @@ class TensorFolder:
         self.folder, self.files, self.metadata = folder, {}, {}
         for name in names:
             file = open_tensors(folder / name)
-            self.files.update({tensor: file for tensor in file.keys()})
+            self.files.update({stored.removeprefix("language_model."): (file, stored) for stored in file.keys()
+                               if not stored.startswith(("vision_tower.", "mm_projector."))})
             self.metadata.update(file.metadata() or {})
 
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self.files or f"{name}_packed" in self.files
+
+    def _stored(self, name: str):
+        file, stored = self.files[name]
+        return file.get_slice(stored)
 
     def shape(self, name: str) -> list[int]:
-        return self.files[name].get_slice(name).get_shape()
+        if name in self.files:
+            return self._stored(name).get_shape()
+        rows, words = self._stored(f"{name}_packed").get_shape()
+        return [rows, 8 * words]
 
     def tensor(self, name: str, split: Split | None = None) -> Tensor:
         """The whole tensor, or one rank's part of it: no more is read."""
-        if split is None:
-            return self.files[name].get_tensor(name)
-        return self.files[name].get_slice(name)[(slice(None),) * split.dim + (split.part,)]
+        part = lambda name: self._stored(name)[... if split is None else (slice(None),) * split.dim + (split.among(self._stored(name).get_shape()[split.dim]),)]
+        if name not in self.files:
+            return unpack_int4(part(f"{name}_packed"), part(f"{name}_scale"))
+        if f"{name}_scale_inv" not in self.files:
+            return part(name)
+        scale, shape = self.tensor(f"{name}_scale_inv"), self.shape(name)  # one for each block of 128 x 128
+        index = [torch.arange(n) // 128 for n in shape]
+        if split:
+            index[split.dim] = index[split.dim][split.part]
+        return part(name).to(scale.dtype) * scale[index[0]][:, index[1]]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        return self.files[name].get_slice(name)[start:start + count]
+        return self._stored(name)[start:start + count]
 
 
-def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[str, str], dtype: torch.dtype, device, ignore=()) -> None:
-    """Fill `module` (built on the meta device) from {our name: stored name}; of what is split over ranks only this one's part is read.
-    ValueError lists what is missing, unexpected or misshapen."""
+def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[str, str | list[str]], dtype: torch.dtype, device, ignore=()) -> None:
+    """Fill `module` (built on the meta device) from {our name: stored name, or those of what is stacked in it}; of what is split over ranks
+    only this one's part is read. Parameters become dtype, buffers keep theirs. ValueError lists what is missing, unexpected or misshapen."""
     short = lambda names: ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    missing = {stored for stored in stored_names.values() if stored not in folder}
-    unexpected = {name for name in folder.files if name not in set(stored_names.values()) and not name.endswith(tuple(ignore))}
+    wanted = {name for stored in stored_names.values() for name in ([stored] if isinstance(stored, str) else stored)}
+    missing, plain = {name for name in wanted if name not in folder}, partial(folder.PARTS.sub, "weight")
+    expected = set(map(plain, wanted))
+    unexpected = {name for name in folder.files if plain(name) not in expected and not re.search("|".join(ignore) or "$^", name)}
     if missing or unexpected:
         raise ValueError(f"{folder.folder}: the weights do not fit the config: " + "; ".join(
             f"{what} {short(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names))
-    own, loaded = module.state_dict(), {}
+    own, loaded, parameters = module.state_dict(), {}, dict(module.named_parameters())
     for name, stored in stored_names.items():
-        split, shape, found = getattr(module.get_submodule(name.rpartition(".")[0]), "split", None), list(own[name].shape), folder.shape(stored)
+        split, shape = getattr(module.get_submodule(name.rpartition(".")[0]), "split", None), list(own[name].shape)
+        each = [stored] if isinstance(stored, str) else stored
+        shape = shape if isinstance(stored, str) else shape[1:]
         split = split if split and split.dim < len(shape) else None  # a row-parallel bias is not split
         if split:
-            shape[split.dim] = split.whole
-        if found != shape:
-            raise ValueError(f"{folder.folder}: {stored} is {found}, the config says {shape}")
-        tensor = folder.tensor(stored, split)
-        loaded[name] = tensor.to(device, dtype if own[name].is_floating_point() else own[name].dtype)
+            shape[split.dim] = shape[split.dim] * split.whole // (split.part.stop - split.part.start)
+        for index, one in enumerate(each):
+            if folder.shape(one) != shape:
+                raise ValueError(f"{folder.folder}: {one} is {folder.shape(one)}, the config says {shape}")
+            tensor = folder.tensor(one, split)
+            kept = tensor.dtype if tensor.is_floating_point() else own[name].dtype
+            tensor = tensor.to(device, dtype if name in parameters else kept)
+            if isinstance(stored, str):
+                loaded[name] = tensor
+            else:
+                loaded.setdefault(name, tensor.new_empty(own[name].shape))[index] = tensor
     for name, layer in module.named_modules():
         if isinstance(layer, RowParallelLinear) and layer.bias is not None and layer.shard.rank > 0:
             loaded[f"{name}.bias"].zero_()
@@ -2287,7 +2588,7 @@ def target_fingerprint(folder: str | Path, config: TargetConfig) -> dict:
     tensors, half, weights, tokenizer = TensorFolder(folder), config.vocab_size // 2, hashlib.sha256(), hashlib.sha256()
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         if name in tensors:
-            for start in (0, half) if tensors.files[name].get_slice(name).get_shape()[0] > half else (0,):
+            for start in (0, half) if tensors.shape(name)[0] > half else (0,):
                 weights.update(bytes(tensors.rows(name, start, 4).contiguous().view(torch.uint8).flatten().tolist()))
     files = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).exists()]
     for file in files:
@@ -2306,6 +2607,18 @@ def require_same_target(own: dict, other: dict, ours: str, theirs: str) -> None:
         warnings.warn(f"{ours} was made with other weights than {theirs} (a fine-tune of the same base?): expect fewer accepted tokens")
 
 
+def expert_names(name: str, count: int) -> list[str]:
+    """layers.3.mlp.experts.up_proj... -> as the experts are stored, one by one."""
+    before, _, behind = name.partition(".experts.")
+    return [f"model.{before}.experts.{expert}.{behind}" for expert in range(count)]
+
+
+def checkpoint_names(target: Target) -> dict[str, str | list[str]]:
+    """Our name -> Hugging Face's, or its names for what we hold in one."""
+    return {name: expert_names(name, target.config.experts.num_experts) if ".mlp.experts." in name else
+            name if name.startswith("lm_head.") else f"model.{name}" for name in target.state_dict()}
+
+
 def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shard: Shard = Shard()) -> Target:
     """A Hugging Face folder -> Target, or a rank's part of it, in dtype (default: as stored), without gradients. Raises ValueError /
     FileNotFoundError by name."""
@@ -2313,11 +2626,14 @@ def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shar
     tensors = TensorFolder(folder)
     with torch.device("meta"):
         target = Target(config, shard)
-    names = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in target.state_dict()}
-    ignore = ["rotary_emb.inv_freq"]
+    for name, layer in target.named_modules():
+        if isinstance(layer, ExpertLinear):  # what is stored decides, whatever the config says
+            layer.set_packed(f"{expert_names(name, 1)[0]}.weight_packed" in tensors.files)
+    names = checkpoint_names(target)
+    ignore = [r"rotary_emb\.inv_freq$", rf"^model\.layers\.{config.num_layers}\."]  # behind the last layer: one that predicts another token, unused
     if config.tie_word_embeddings:
         names.pop("lm_head.weight")
-        ignore.append("lm_head.weight")  # some writers store the tied copy
+        ignore.append(r"^lm_head\.weight$")  # some writers store the tied copy
     load_strictly(target, tensors, names, torch_dtype(dtype or config.dtype), device, ignore)
     if config.tie_word_embeddings:
         target.lm_head.weight = target.embed_tokens.weight
@@ -2329,7 +2645,8 @@ def save_target(target: Target, folder: str | Path) -> None:
     """Write a Hugging Face folder that load_target and transformers read."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in target.state_dict().items()}
+    names = checkpoint_names(target)
+    tensors = {names[name]: tensor for name, tensor in target.state_dict().items()}
     if target.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     write_tensors(folder / "model.safetensors", tensors, {})

@@ -126,7 +126,7 @@ def test_contents_match_the_banners():
 def test_nothing_is_used_above_its_definition():
     tree = ast.parse((HERE / "eagle3.py").read_text())
     line = {n.name: n.lineno for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    late = [(n.id, n.lineno) for top in tree.body for n in ast.walk(top) if isinstance(n, ast.Name) and line.get(n.id, 0) > top.end_lineno]
+    late = [(n.id, n.lineno) for top in tree.body for n in ast.walk(top) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and line.get(n.id, 0) > top.end_lineno]
     assert not late, f"used above their definition: {late}"
 
 
@@ -194,7 +194,8 @@ def test_rope_is_read_in_both_spellings(config, expected):
 
 
 @pytest.mark.parametrize("config, message", [
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "takes.*original_max_position_embeddings"),
     ({"rope_scaling": {"rope_type": "linear"}}, "takes"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),
     ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "contradicts itself"),
@@ -208,7 +209,7 @@ def test_a_rope_that_is_unknown_or_contradictory_is_refused(config, message):
 
 @pytest.mark.parametrize("change, message", [
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"), ({"hidden_act": "gelu"}, "'gelu'"), ({"use_sliding_window": True}, "sliding"),
-    ({"quantization_config": {"bits": 4}}, "quantised"), ({"num_hidden_layers": None}, "num_hidden_layers"), ({"num_key_value_heads": 3}, "multiple"),
+    ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"), ({"num_hidden_layers": None}, "num_hidden_layers"), ({"num_key_value_heads": 3}, "multiple"),
 ])
 def test_a_target_that_is_not_implemented_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
@@ -521,6 +522,9 @@ def make_transformers_model(folder, family, seed=0, **changes):
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         parameter.data.normal_(0, 0.3).add_(1.0 if "norm" in name else 0.0)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.normal_(0, 0.1)
     model.save_pretrained(folder, max_shard_size="40KB" if seed % 2 else "5GB")
     return model
 
@@ -536,6 +540,22 @@ VARIANTS = {
     "qwen3": ("Qwen3", dict(head_dim=24)),
     "qwen3-tied": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True, num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=3)
+DEEPSEEK = dict(**EXPERTS, num_key_value_heads=4, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, kv_lora_rank=16,
+                q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=12, routed_scaling_factor=2.827, rope_parameters={
+                    **YARN, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0})
+VARIANTS.update({
+    "llama-yarn": ("Llama", dict(rope_parameters=YARN)),
+    "qwen3-yarn-attention_factor": ("Qwen3", dict(head_dim=32, rope_parameters={**YARN, "attention_factor": 0.7, "beta_fast": 8.0, "truncate": False})),
+    "qwen3-moe": ("Qwen3Moe", dict(**EXPERTS, head_dim=16, num_experts=8, norm_topk_prob=True)),
+    "qwen3-moe-some-dense-not-normalised": ("Qwen3Moe", dict(**EXPERTS, head_dim=16, num_experts=8, mlp_only_layers=[2], decoder_sparse_step=2)),
+    "kimi": ("DeepseekV3", DEEPSEEK),
+    "kimi-equal-betas-biases": ("DeepseekV3", {**DEEPSEEK, "attention_bias": True, "rope_parameters": {**DEEPSEEK["rope_parameters"], "beta_fast": 1.0}}),
+    "deepseek-groups-no-yarn": ("DeepseekV3", {**DEEPSEEK, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 3, "n_shared_experts": 2, "norm_topk_prob": False,
+                                               "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "deepseek-no-q_lora-unequal-mscales": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": {**DEEPSEEK["rope_parameters"], "mscale": 0.7}}),
+})
 
 
 @pytest.mark.parametrize("index, variant", list(enumerate(VARIANTS)), ids=list(VARIANTS))
