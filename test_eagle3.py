@@ -577,17 +577,19 @@ def test_a_target_equals_transformers_in_logits_every_boundary_and_greedy_text(t
     with torch.no_grad():
         theirs = model(tokens, output_hidden_states=True)
     hook.remove()
-    assert_close("logits", target.logits(out.last), theirs.logits, 2e-4)
+    # Experts grow these random streams to 100, of which fp32 loses 8e-6, theirs and ours alike (against fp64).
+    tolerance = lambda x: 2e-5 * x.abs().max().item() if target.config.experts else 1e-4
     for b in range(8):
-        assert_close(f"boundary {b}", out.captures[b], theirs.hidden_states[b], 1e-4)
-    assert_close("boundary L is before the norm", out.captures[8], last_state[0], 1e-4)
-    assert_close("their last is after it", target.norm(out.captures[8]), theirs.hidden_states[8], 1e-4)
+        assert_close(f"boundary {b}", out.captures[b], theirs.hidden_states[b], tolerance(theirs.hidden_states[b]))
+    assert_close("boundary L is before the norm", out.captures[8], last_state[0], tolerance(last_state[0]))
+    assert_close("their last is after it", target.norm(out.captures[8]), theirs.hidden_states[8], tolerance(theirs.hidden_states[8]))
+    assert_close("logits", target.logits(out.last), theirs.logits, 2 * tolerance(theirs.logits))
     for prompt in random_prompts([3, 17, 30], seed=index + 50):
         with torch.no_grad():
             text = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt):].tolist()
         ours, = generate(target, [prompt], 24)
         parted = eagle3.first_divergence(target, prompt, ours.output, text)
-        assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < 1e-4, f"greedy text differs: {parted}"
+        assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < (1e-3 if target.config.experts else 1e-4), f"greedy text differs: {parted}"
 
 
 @pytest.mark.skipif("EAGLE3_SMOLLM2" not in os.environ, reason="set EAGLE3_SMOLLM2 to a folder with SmolLM2-135M-Instruct (not downloaded by tests)")
