@@ -551,8 +551,10 @@ class Split(NamedTuple):
     whole: int
 
     def among(self, length: int) -> slice:
-        """The part of something that has `length` entries along that dimension, such as words of eight values."""
+        """The part of something that has `length` entries along that dimension, such as words of eight values. ValueError if it cuts one."""
         each = self.whole // length
+        if self.part.start % each or self.part.stop % each:
+            raise ValueError(f"quantised weights in pieces of {each} cannot be cut at {self.part.start}..{self.part.stop}: use fewer ranks")
         return slice(self.part.start // each, self.part.stop // each)
 
 

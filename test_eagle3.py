@@ -265,6 +265,11 @@ def torchrun(count, *command, launch=("--standalone",)):
 def variant_pair(folder, name, **changes):
     """Write a target and its head, biases included."""
     folder.mkdir(exist_ok=True)
+    if name in FAMILIES:
+        FAMILIES[name](folder / "target")
+        target = load_target(folder / "target", "float64")
+        save_draft(random_head(target, draft_ids=torch.arange(0, 64, 2), boundaries=(0, 2), num_kv_heads=8), folder / "head")
+        return
     target = random_target(**{"intermediate_size": 64, **SPLIT_TARGETS[name], **changes})
     for parameter in target.parameters():
         if parameter.dim() == 1:
@@ -299,24 +304,25 @@ def equal_one_rank(shard, folder):
     elements = lambda module: sum(p.numel() for p in module.parameters())
     for files in folder.iterdir():
         expected = torch.load(files / "expected.pt")
-        target = load_target(files / "target", shard=shard)
+        target = load_target(files / "target", "float64", shard=shard)
         with torch.no_grad():
             out = target(torch.tensor(random_prompts([30, 30])), boundaries=(0, 2, 3))
             for name, ours in {"logits": target.logits(out.last), **out.captures}.items():
                 assert_close(f"{files.name}: {name}", ours, expected[name], 1e-10)
         assert decode_in_turns(target, load_draft(files / "head", target)) == expected["texts"], files.name
-        norms = sum(p.numel() for name, p in target.named_parameters() if "norm" in name or p.dim() == 1)
+        norms = sum(p.numel() for name, p in target.named_parameters() if "norm" in name or p.dim() == 1 or "_a_proj" in name or "mlp.gate." in name)
         kv = sum(p.numel() for name, p in target.named_parameters() if "k_proj" in name or "v_proj" in name)
         read = eagle3.all_reduce(torch.tensor(float(elements(target))), shard).item()
         copies = max(1, shard.size // target.config.num_kv_heads) - 1  # of each KV head, besides the first
         assert read <= expected["elements"] + shard.size * (norms + kv * copies / (copies + 1)), "all ranks together read everything once"
 
 
-@pytest.mark.parametrize("ranks, names", [(2, list(SPLIT_TARGETS)), (4, ["biases everywhere"]), (8, ["qwen3 with fewer KV heads than ranks"])])
+@pytest.mark.parametrize("ranks, names", [(2, [*SPLIT_TARGETS, "deepseek-groups"]), (4, ["biases everywhere", "qwen3-moe"]),
+                                          (8, ["qwen3 with fewer KV heads than ranks", "kimi-int4"])])
 def test_ranks_equal_one_rank_in_logits_captures_texts_and_drafts(ranks, names, tmp_path):
     for name in names:
         variant_pair(files := tmp_path / name.replace(" ", "_"), name)
-        target = load_target(files / "target")
+        target = load_target(files / "target", "float64")
         with torch.no_grad():
             out = target(torch.tensor(random_prompts([30, 30])), boundaries=(0, 2, 3))
         texts = decode_in_turns(target, load_draft(files / "head", target))
@@ -558,6 +564,71 @@ VARIANTS.update({
 })
 
 
+def write_kimi(folder, hidden=64, layers=3, experts=8, chosen=3, intermediate=256, heads=8, vocab=64, latent=(48, 32, 16, 16, 16), context=512, seed=0):
+    """A random checkpoint with the names, dtypes, prefixes, eyes and shards of Kimi-K2.5's: 4-bit experts, all else in bf16."""
+    from safetensors.torch import save_file
+    folder, generator = Path(folder), torch.Generator().manual_seed(int(seed))
+    folder.mkdir(parents=True, exist_ok=True)
+    q_rank, rank, nope, rope, width = latent
+    text = dict(architectures=["DeepseekV3ForCausalLM"], model_type="kimi_k2", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=heads, q_lora_rank=q_rank, kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=width,
+                intermediate_size=2 * intermediate, first_k_dense_replace=1, moe_layer_freq=1, n_routed_experts=experts, n_shared_experts=1,
+                num_experts_per_tok=chosen, moe_intermediate_size=intermediate, n_group=1, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid",
+                norm_topk_prob=True, routed_scaling_factor=2.827, rms_norm_eps=1e-5, rope_theta=50000.0, hidden_act="silu", vocab_size=vocab,
+                max_position_embeddings=context, attention_bias=False, tie_word_embeddings=False, num_nextn_predict_layers=0, eos_token_id=1,
+                rope_scaling=dict(type="yarn", factor=64.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+                quantization_config=dict(format="pack-quantized", quant_method="compressed-tensors", ignore=["lm_head", "re:.*self_attn.*"], config_groups=dict(
+                    group_0=dict(targets=["Linear"], weights=dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)))))
+    (folder / "config.json").write_text(json.dumps(dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text,
+                                                        vision_config={}, torch_dtype="bfloat16", eos_token_id=1)))
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=2)))
+    normal = lambda *shape, std=None: torch.randn(shape, generator=generator).mul(std or 2 * shape[-1] ** -0.5).bfloat16()
+    norm = lambda size: (1 + 0.2 * torch.randn(size, generator=generator)).bfloat16()
+
+    def mlp(prefix, size, packed=False):
+        found = {}
+        for name, (out, into) in dict(gate_proj=(size, hidden), up_proj=(size, hidden), down_proj=(hidden, size)).items():
+            if packed:
+                found[f"{prefix}.{name}.weight_packed"] = torch.randint(-2**31, 2**31, (out, into // 8), generator=generator, dtype=torch.int32)
+                found[f"{prefix}.{name}.weight_scale"] = (into ** -0.5 * (0.2 + 0.4 * torch.rand(out, into // 32, generator=generator))).bfloat16()
+                found[f"{prefix}.{name}.weight_shape"] = torch.tensor([out, into])
+            else:
+                found[f"{prefix}.{name}.weight"] = normal(out, into)
+        return found
+
+    shards = [{"language_model.model.embed_tokens.weight": normal(vocab, hidden, std=1.0), "vision_tower.patch_embed.proj.weight": normal(8, 8),
+               "mm_projector.proj.0.weight": normal(8, 8)}]
+    for layer in range(layers):
+        name = f"language_model.model.layers.{layer}"
+        attention = dict(q_a_proj=(q_rank, hidden), q_b_proj=(heads * (nope + rope), q_rank), kv_a_proj_with_mqa=(rank + rope, hidden),
+                         kv_b_proj=(heads * (nope + width), rank), o_proj=(hidden, heads * width))
+        shard = {f"{name}.self_attn.{key}.weight": normal(*shape) for key, shape in attention.items()}
+        shard |= {f"{name}.self_attn.q_a_layernorm.weight": norm(q_rank), f"{name}.self_attn.kv_a_layernorm.weight": norm(rank),
+                  f"{name}.input_layernorm.weight": norm(hidden), f"{name}.post_attention_layernorm.weight": norm(hidden)}
+        if layer == 0:
+            shard |= mlp(f"{name}.mlp", 2 * intermediate)
+        else:
+            shard |= {f"{name}.mlp.gate.weight": normal(experts, hidden), **mlp(f"{name}.mlp.shared_experts", intermediate),
+                      f"{name}.mlp.gate.e_score_correction_bias": 0.1 * torch.randn(experts, generator=generator)}
+            for expert in range(experts):
+                shard |= mlp(f"{name}.mlp.experts.{expert}", intermediate, packed=True)
+        shards.append(shard)
+    shards.append({"language_model.model.norm.weight": norm(hidden), "language_model.lm_head.weight": normal(vocab, hidden)})
+    files = {f"model-{i + 1:05d}-of-{len(shards):06d}.safetensors": shard for i, shard in enumerate(shards)}
+    for file, shard in files.items():
+        save_file({key: tensor.contiguous() for key, tensor in shard.items()}, folder / file)
+    index = {key: file for file, shard in files.items() for key in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map=index)))
+
+
+EIGHT = dict(num_hidden_layers=3, num_attention_heads=8)
+FAMILIES = {  # one of each kind that splits over 8 ranks
+    "qwen3-moe": lambda folder: make_transformers_model(folder, *VARIANTS["qwen3-moe"][:1], **{**VARIANTS["qwen3-moe"][1], **EIGHT}),
+    "deepseek-groups": lambda folder: make_transformers_model(folder, "DeepseekV3", **{
+        **VARIANTS["deepseek-groups-no-yarn"][1], **EIGHT, "num_key_value_heads": 8, "first_k_dense_replace": 1}),
+    "kimi-int4": write_kimi}
+
+
 @pytest.mark.parametrize("index, variant", list(enumerate(VARIANTS)), ids=list(VARIANTS))
 def test_a_target_equals_transformers_in_logits_every_boundary_and_greedy_text(tmp_path, index, variant):
     family, changes = VARIANTS[variant]
@@ -590,6 +661,93 @@ def test_a_target_equals_transformers_in_logits_every_boundary_and_greedy_text(t
         ours, = generate(target, [prompt], 24)
         parted = eagle3.first_divergence(target, prompt, ours.output, text)
         assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < (1e-3 if target.config.experts else 1e-4), f"greedy text differs: {parted}"
+
+
+def test_four_bit_words_are_unpacked_as_the_format_says_bit_by_bit():
+    packed = torch.randint(-2**31, 2**31, (3, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(3, 2).bfloat16()
+    expected = torch.empty(3, 64, dtype=torch.bfloat16)
+    for row in range(3):
+        for column in range(64):
+            word = packed[row, column // 8].item() % 2**32
+            expected[row, column] = torch.tensor((word // 16 ** (column % 8)) % 16 - 8).bfloat16() * scale[row, column // 32]
+    assert torch.equal(eagle3.unpack_int4(packed, scale), expected)
+
+
+def test_a_kimi_checkpoint_equals_transformers_on_its_dequantised_weights_experts_packed_or_not(tmp_path):
+    """Names, prefix, eyes, both end-of-turn tokens and 4-bit experts; then the same weights plain, and in fp8 blocks."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+    write_kimi(tmp_path / "kimi")
+    target = load_target(tmp_path / "kimi", "float32")
+    assert target.config.eos_token_ids == (1, 2) and target.config.quantization == "int4" and target.config.cached == (1, 48, 0)
+    packed = [layer for layer in target.modules() if isinstance(layer, eagle3.ExpertLinear)]
+    assert len(packed) == 6 and all(layer.is_packed and layer.weight is None for layer in packed)
+    tensors = {}
+    for file in sorted((tmp_path / "kimi").glob("*.safetensors")):
+        tensors |= {key.removeprefix("language_model."): value for key, value in load_file(file).items() if key.startswith("language_model.")}
+    plain = {key: value for key, value in tensors.items() if not re.search("weight_(packed|scale|shape)$", key)}
+    for key in [key for key in tensors if key.endswith("_packed")]:
+        plain[key.removesuffix("_packed")] = eagle3.unpack_int4(tensors[key], tensors[key.replace("_packed", "_scale")])
+    text = json.loads((tmp_path / "kimi" / "config.json").read_text())["text_config"]
+    text = {key: value for key, value in text.items() if key != "quantization_config"} | {"model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
+
+    def write(name, found, config=text):
+        (tmp_path / name).mkdir()
+        save_file(found, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return tmp_path / name
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(write("plain", plain), dtype=torch.float32).eval()
+    tokens = torch.tensor(random_prompts([40, 40]))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for ours in (target, load_target(tmp_path / "plain", "float32")):
+            assert_close("logits", ours.logits(ours(tokens).last), expected, 2e-5 * expected.abs().max().item())
+            few = ours.logits(ours(tokens[:1, :4]).last)  # few enough pairs for the batched product
+            assert_close("logits of few tokens", few, expected[:1, :4], 2e-5 * expected.abs().max().item())
+
+    blocks, exact = {}, {}
+    for key, value in plain.items():
+        blocks[key] = exact[key] = value
+        if re.search("(_proj|_mqa).weight$", key):
+            scale = 0.01 + torch.rand([-(-n // 128) for n in value.shape], generator=torch.Generator().manual_seed(len(key)))
+            blocks[key] = (value.float() / 4).to(torch.float8_e4m3fn)
+            blocks[f"{key}_scale_inv"] = scale
+            exact[key] = torch.empty(value.shape, dtype=torch.float32)
+            for i in range(value.shape[0]):
+                for j in range(0, value.shape[1], 128):
+                    exact[key][i, j:j + 128] = blocks[key][i, j:j + 128].float() * scale[i // 128, j // 128]
+    write("fp8", blocks, {**text, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    loaded, whole = load_target(tmp_path / "fp8", "float32").state_dict(), load_target(write("exact", exact), "float32").state_dict()
+    assert all(torch.equal(loaded[name], whole[name]) for name in whole)
+    part = load_target(tmp_path / "fp8", "float32", shard=eagle3.Shard(3, 4)).layers[1]
+    assert torch.equal(part.mlp.experts.down_proj.weight, whole["layers.1.mlp.experts.down_proj.weight"][:, :, 192:])
+    assert torch.equal(part.self_attn.kv_b_proj.weight, whole["layers.1.self_attn.kv_b_proj.weight"][192:])
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_speculation_is_exact_for_every_family_greedy_and_sampled_chain_and_tree(family, tmp_path):
+    FAMILIES[family](tmp_path)
+    target = load_target(tmp_path, "float64")
+    head = random_head(target, boundaries=(0, 2))
+    prompts = random_prompts([5, 9, 13])
+    for sampling in (Sampling(), Sampling(0.9, seed=3, top_p=0.95)):
+        plain = [r.output for r in generate(target, prompts, 20, sampling=sampling)]
+        for spec in (CHAIN, TREE):
+            for batch in (1, 3):
+                assert [r.output for r in speculative_generate(target, head, prompts, spec, 20, sampling=sampling, max_batch=batch)] == plain
+
+
+def test_compiled_decoding_of_latent_attention_and_packed_experts_equals_eager(tmp_path):
+    write_kimi(tmp_path)
+    target = load_target(tmp_path, "float32")
+    head, prompts = random_head(target, boundaries=(0, 2)), random_prompts([5, 9])
+    eager = [r.output for r in generate(target, prompts, 12)]
+    engine = Engine(target, head, CHAIN, max_batch=1, max_length=64).compile()
+    for prompt, text in zip(prompts, eager):
+        parted = eagle3.first_divergence(target, prompt, eagle3.run_requests(engine, [prompt], 12)[0].output, text)
+        assert parted is None or parted[1] < 1e-3, f"differs from eager decoding: {parted}"
 
 
 @pytest.mark.skipif("EAGLE3_SMOLLM2" not in os.environ, reason="set EAGLE3_SMOLLM2 to a folder with SmolLM2-135M-Instruct (not downloaded by tests)")
