@@ -113,7 +113,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         eagle3.require_pyplot(args.plot)
     if args.replay is not None and args.replay < 1:
         raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
-    args.device = eagle3.torch_device(args.device)
+    if not (args.plan and args.device == "cuda"):  # a plan is for other machines
+        args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     return args
 
@@ -201,18 +202,23 @@ def plan(args) -> dict:
     shard, length, batch = Shard(0, args.plan), args.max_length or config.max_position_embeddings, args.max_batch
     with torch.device("meta"):
         whole, target, head = eagle3.Target(config), eagle3.Target(config, shard), eagle3.DraftHead(own, shard=shard)
-    size = lambda parameters: sum(p.numel() for p in parameters) * dtype.itemsize
-    packed = lambda module: (size(layer.weight for layer in module.modules() if isinstance(layer, eagle3.Linear)) if args.device == "cpu" else 0)
-    kv = lambda config, layers: 2 * layers * batch * length * shard.count(config.num_kv_heads) * config.head_dim * dtype.itemsize
-    weights, cached, head_size = size(target.parameters()) + packed(target), kv(config, config.num_layers), size(head.parameters()) + packed(head) + kv(own, 1)
+    # Buffers are as stored: 4-bit words and their scales.
+    size = lambda module: sum(p.numel() * dtype.itemsize for p in module.parameters()) + sum(b.numel() * b.element_size() for b in module.buffers())
+    packed = lambda module: sum(size(layer) for layer in module.modules() if isinstance(layer, eagle3.Linear)) if args.device == "cpu" else 0
+    kv = lambda layers, heads, *widths: layers * batch * length * shard.count(heads) * sum(widths) * dtype.itemsize
+    weights, cached = size(target) + packed(target), kv(config.num_layers, *config.cached)
+    head_size = size(head) + packed(head) + kv(1, own.num_kv_heads, own.head_dim, own.head_dim)
+    experts = [layer for layer in target.modules() if isinstance(layer, eagle3.ExpertLinear)]
+    idle = 1 - min(1, batch * config.experts.experts_per_token / config.experts.num_experts) if experts else 0  # of the experts, at least
+    count = sum(x.numel() * (8 if x.dtype == torch.int32 else 1) for name, x in whole.state_dict(keep_vars=True).items() if "weight_scale" not in name)
     tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
     attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
     activations = max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize) + 8 * tokens * config.hidden_size * dtype.itemsize
-    read = size(target.parameters()) - (0 if config.tie_word_embeddings else size(target.embed_tokens.parameters())) + cached
+    read = size(target) - (0 if config.tie_word_embeddings else size(target.embed_tokens)) - round(idle * sum(map(size, experts))) + cached
     collectives = 2 * config.num_layers + 4 if shard.size > 1 else 0
     fits = None if args.memory is None else weights + cached + head_size + activations <= args.memory * 1e9
     gb = lambda size: round(size / 1e9, 4)
-    print(f"{args.target} over {shard.size} ranks in {str(dtype).removeprefix('torch.')}: {sum(p.numel() for p in whole.parameters()) / 1e9:.3f} billion parameters")
+    print(f"{args.target} over {shard.size} ranks in {str(dtype).removeprefix('torch.')}: {count / 1e9:.3f} billion parameters")
     print(f"  each rank holds {gb(weights)} GB of weights" + (" (each Linear's twice: as stored, and packed for the CPU)" if args.device == "cpu" else "")
           + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head{'' if args.draft else ' (the default one)'} "
           f"with its cache, and about {gb(activations)} GB while it reads a prompt")
@@ -220,7 +226,7 @@ def plan(args) -> dict:
           + (f": at {args.bandwidth:g} GB/s at least {read / args.bandwidth / 1e6:.2f} ms" if args.bandwidth else ""))
     if fits is not None:
         print(f"  {'fits' if fits else 'does NOT fit'} in {args.memory:g} GB")
-    return {"ranks": shard.size, "weights_gb": gb(size(whole.parameters())), "weights_gb_per_rank": gb(weights), "kv_gb_per_rank": gb(cached),
+    return {"ranks": shard.size, "weights_gb": gb(size(whole)), "weights_gb_per_rank": gb(weights), "kv_gb_per_rank": gb(cached),
             "activations_gb_per_rank": gb(activations), "head_gb_per_rank": gb(head_size), "bytes_per_token_per_rank": read // batch,
             "collectives_per_token": collectives, "floor_ms": rounded(read / args.bandwidth / 1e6 if args.bandwidth else None, 4), "fits": fits}
 
