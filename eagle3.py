@@ -54,6 +54,7 @@ Contents
     17. Wiring check
     18. Scripts
 """
+import base64
 import gzip
 import hashlib
 import io
@@ -466,6 +467,23 @@ class DraftConfig:
             raise ValueError(f"draft_vocab_size must be within 1..{self.vocab_size} (the target's vocabulary): got {self.draft_vocab_size}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"the head's num_heads must be a multiple of num_kv_heads: got {self.num_heads} and {self.num_kv_heads}")
+
+    @classmethod
+    def parse_changes(cls, text: str) -> dict:
+        """What of a default head is to be otherwise, by config.json's names: 'head_dim=128,rope_theta=1e6,fc_norm=true'. ValueError by name."""
+        fields, changes = {key: field for field, key in SIZES.items() if field != "vocab_size"}, {}
+        for part in text.split(","):
+            key, _, value = part.strip().partition("=")
+            try:
+                if key in cls.FLAGS:
+                    changes[key] = {"true": True, "false": False}[value.lower()]
+                elif key == "rope_theta":
+                    changes["rope"] = RopeConfig(float(value))
+                else:
+                    changes[fields[key]] = float(value) if key == "rms_norm_eps" else int(value)
+            except (KeyError, ValueError):
+                raise ValueError(f"a head is described by name=value, of {', '.join([*fields, 'rope_theta', *cls.FLAGS])}: got {part!r}") from None
+        return changes
 
     @classmethod
     def for_target(cls, target: TargetConfig, layout: FeatureLayout, draft_vocab_size: int, **changes) -> "DraftConfig":
@@ -1239,15 +1257,17 @@ class DraftHead(nn.Module):
     """The EAGLE-3 draft head. Tensor names are the published checkpoints': fc, midlayer.*, norm, lm_head, d2t, t2d.
 
     draft_ids [Vd]: the target ids that the head can draft, ascending. The target's embedding is shared, not owned: attach() a target
-    before use. With a shard this is a rank's part of the head, for serving; training has whole heads, and the ranks share the rows.
+    before use. A head whose hidden size is not the target's has an embedding of its own. With a shard this is a rank's part of the head, for serving; training has whole heads, and the ranks share the rows.
     """
 
     def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, shard: Shard = Shard()):
         super().__init__()
-        check_split(shard, "the draft head", {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size,
-                    "hidden_size": config.hidden_size, "draft_vocab_size": config.draft_vocab_size}, config.num_kv_heads)
         self.config, self.shard = config, shard
         A, C, Ct = len(config.layout.boundaries), config.hidden_size, config.layout.hidden_size
+        check_split(shard, "the draft head", {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size,
+                    "hidden_size": C, "draft_vocab_size": config.draft_vocab_size, **({"vocab_size": config.vocab_size} if C != Ct else {})}, config.num_kv_heads)
+        if C != Ct:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, C, shard)
         self.fc = ColumnParallelLinear(A * Ct, C, False, shard)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(Ct, config.rms_norm_eps) for _ in range(A))
@@ -1285,9 +1305,6 @@ class DraftHead(nn.Module):
         layout.require(FeatureLayout(layout.boundaries, config.hidden_size, config.num_layers), "the draft head's", "the target's")
         if config.vocab_size != self.config.vocab_size:
             raise ValueError(f"the head was trained for a vocabulary of {self.config.vocab_size}, the target has {config.vocab_size}")
-        if config.hidden_size != self.config.hidden_size:
-            raise ValueError("the head shares the target's embedding, so both need one hidden size: "
-                             f"{self.config.hidden_size} and {config.hidden_size}")
         self.__dict__["target"] = target
         return self
 
@@ -1308,7 +1325,8 @@ class DraftHead(nn.Module):
 
         Returns (the hidden states to feed back, the normed ones that lm_head reads), [B,T,C] each.
         """
-        embedding = self.target.embed_tokens(tokens).detach().to(hidden.dtype)  # frozen
+        own = self.config.hidden_size != self.config.layout.hidden_size
+        embedding = (self.embed_tokens(tokens) if own else self.target.embed_tokens(tokens).detach()).to(hidden.dtype)  # the target's is frozen
         hidden = self.midlayer(embedding, hidden, Rope.at(positions, self.rope_frequencies, self.config.rope), partial(context.attend, 0))
         normed = self.norm(hidden)
         return normed if self.config.norm_output else hidden, normed
@@ -2662,6 +2680,7 @@ def served_by(config: DraftConfig) -> tuple[str, str]:
     layout = config.layout
     sglang_cannot = [f"boundary {b}" for b in layout.boundaries if b in (0, layout.num_layers)]
     sglang_cannot += [flag for flag in ("norm_before_fc", "norm_before_residual") if getattr(config, flag)]
+    sglang_cannot += ["an embedding of its own"] if config.hidden_size != layout.hidden_size else []
     since = [pull for flag, pull in (("norm_before_fc", "#38111"), ("fc_norm", "#46488"), ("norm_output", "#46488"))
              if getattr(config, flag)]
     vllm = "vLLM" + (f" (with {since[0]})" if since else "")
@@ -2771,18 +2790,60 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
+class KimiText:
+    """tiktoken.model of the Kimi family through the tiktoken library, with the split pattern and the 256 special ids of its own
+    tokenization_kimi.py."""
+    SPECIAL = 256
+    PATTERN = "|".join((
+        r"[\p{Han}]+",
+        *(r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]" + upper + r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]" + lower
+          + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for upper, lower in ("*+", "+*")),
+        r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"))
+    LONG = re.compile(r"\S{25000}(?=\S)|\s{25000}(?=\s)")  # cut here, or the library's pattern matching overflows
+
+    def __init__(self, file: Path, config: dict):
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in file.read_bytes().splitlines() if line)}
+        self.first = len(ranks)
+        names = {int(id): token["content"] for id, token in config.get("added_tokens_decoder", {}).items()}
+        special = {names.get(id, f"<|reserved_token_{id}|>"): id for id in range(self.first, self.first + self.SPECIAL)}
+        self.encoding = require_package("tiktoken").Encoding(file.name, pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        cuts = [0, *(match.end() for match in self.LONG.finditer(text)), len(text)]
+        return [id for a, b in zip(cuts, cuts[1:]) for id in self.encoding.encode(text[a:b], allowed_special="all")]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode([id for id in ids if id < self.first])
+
+
+class JsonText:
+    """tokenizer.json through the tokenizers library."""
+
+    def __init__(self, file: Path, config: dict):
+        try:
+            self.tokenizer = require_package("tokenizers").Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{file}: {error}") from None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
 class Tokenizer:
-    """tokenizer.json through the tokenizers library, and the chat template through jinja2 (both imported here, when first needed)."""
+    """Text and ids through one of the libraries above, and the chat template through jinja2 (imported when first needed)."""
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
-        if not (folder / "tokenizer.json").exists():
-            raise FileNotFoundError(f"{folder} has no tokenizer.json: text needs one (token ids do not: --prompt-ids, rows of input_ids)")
-        try:
-            self.tokenizer = require_package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
         config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+        file, library = next(((folder / name, library) for name, library in (("tokenizer.json", JsonText), ("tiktoken.model", KimiText))
+                              if (folder / name).exists()), (None, None))
+        if file is None:
+            raise FileNotFoundError(f"{folder} has no tokenizer.json or tiktoken.model: text needs one (token ids do not: --prompt-ids, rows of "
+                                    "input_ids)")
+        self.text = library(file, config)
         source = config.get("chat_template")
         if (folder / "chat_template.jinja").exists():
             source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -2808,10 +2869,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """add_special_tokens for text that starts a sequence outside a chat template: a leading BOS, where the tokenizer has one."""
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.text.encode(text, add_special_tokens)
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """Special tokens are left out."""
+        return self.text.decode(ids)
 
     def chat(self, messages: list[dict], add_generation_prompt: bool) -> str:
         """OpenAI messages -> the text that the model was trained on."""

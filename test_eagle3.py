@@ -1,12 +1,13 @@
 # MIT License, see LICENSE.
 """The specification of eagle3.py, in its own section order, with oracles instead of recorded outputs.
 
-    pip install -r requirements.txt pytest transformers tokenizers jinja2 matplotlib openai hypothesis pytest-xdist
+    pip install -r requirements.txt pytest transformers tokenizers tiktoken jinja2 matplotlib openai hypothesis pytest-xdist
     python -m pytest -q -n 2 test_eagle3.py     18 minutes on two cores without AVX-512, nothing downloaded
 
 EAGLE3_SMOLLM2=DIR also compares with transformers on SmolLM2-135M-Instruct, and EAGLE3_MTBENCH=FILE.jsonl names its prompts.
 """
 import ast
+import base64
 import http.client
 import json
 import os
@@ -565,23 +566,32 @@ VARIANTS.update({
 
 
 def write_kimi(folder, hidden=64, layers=3, experts=8, chosen=3, intermediate=256, heads=8, vocab=64, latent=(48, 32, 16, 16, 16), context=512, seed=0):
-    """A random checkpoint with the names, dtypes, prefixes, eyes and shards of Kimi-K2.5's: 4-bit experts, all else in bf16."""
+    """A random checkpoint with the names, dtypes, prefixes, eyes and shards of Kimi-K2.5's: 4-bit experts, all else in bf16. With a vocabulary
+    of 512 it reads bytes, and has a tokenizer and a chat template."""
     from safetensors.torch import save_file
     folder, generator = Path(folder), torch.Generator().manual_seed(int(seed))
     folder.mkdir(parents=True, exist_ok=True)
+    end = 1
+    if vocab == 512:
+        end, special = 257, ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"]
+        (folder / "tiktoken.model").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+        (folder / "tokenizer_config.json").write_text(json.dumps({
+            "added_tokens_decoder": {str(256 + i): {"content": name} for i, name in enumerate(special)}, "eos_token": "[EOS]", "chat_template":
+            "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"}))
     q_rank, rank, nope, rope, width = latent
     text = dict(architectures=["DeepseekV3ForCausalLM"], model_type="kimi_k2", hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
                 num_key_value_heads=heads, q_lora_rank=q_rank, kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=width,
                 intermediate_size=2 * intermediate, first_k_dense_replace=1, moe_layer_freq=1, n_routed_experts=experts, n_shared_experts=1,
                 num_experts_per_tok=chosen, moe_intermediate_size=intermediate, n_group=1, topk_group=1, topk_method="noaux_tc", scoring_func="sigmoid",
                 norm_topk_prob=True, routed_scaling_factor=2.827, rms_norm_eps=1e-5, rope_theta=50000.0, hidden_act="silu", vocab_size=vocab,
-                max_position_embeddings=context, attention_bias=False, tie_word_embeddings=False, num_nextn_predict_layers=0, eos_token_id=1,
+                max_position_embeddings=context, attention_bias=False, tie_word_embeddings=False, num_nextn_predict_layers=0, eos_token_id=end,
                 rope_scaling=dict(type="yarn", factor=64.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
                 quantization_config=dict(format="pack-quantized", quant_method="compressed-tensors", ignore=["lm_head", "re:.*self_attn.*"], config_groups=dict(
                     group_0=dict(targets=["Linear"], weights=dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)))))
     (folder / "config.json").write_text(json.dumps(dict(architectures=["KimiK25ForConditionalGeneration"], model_type="kimi_k25", text_config=text,
-                                                        vision_config={}, torch_dtype="bfloat16", eos_token_id=1)))
-    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=2)))
+                                                        vision_config={}, torch_dtype="bfloat16", eos_token_id=end)))
+    (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=end + 1)))
     normal = lambda *shape, std=None: torch.randn(shape, generator=generator).mul(std or 2 * shape[-1] ** -0.5).bfloat16()
     norm = lambda size: (1 + 0.2 * torch.randn(size, generator=generator)).bfloat16()
 
@@ -871,6 +881,27 @@ def test_the_head_equals_a_separately_written_reference_for_every_flag(target, f
     expected_hidden, expected_logits = reference_head(head, features[0], tokens[0])
     assert_close("hidden", hidden[0], expected_hidden, 1e-6)  # rope angles are fp32
     assert_close("logits", head.lm_head(normed[0]), expected_logits, 1e-6)
+
+
+def test_a_head_of_another_hidden_size_has_its_own_embedding_and_is_trained_saved_and_served(target, tmp_path):
+    changes = DraftConfig.parse_changes("hidden_size=24,num_attention_heads=3,num_key_value_heads=1,head_dim=16,rope_theta=5e5,norm_output=true")
+    head = random_head(target, draft_ids=torch.arange(0, 64, 2), **changes)
+    assert head.config.rope == RopeConfig(5e5) and head.config.norm_output and head.embed_tokens.weight.shape == (64, 24)
+    prompts = random_prompts([5, 9])
+    rows = [Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "row") for r in generate(target, prompts, 12, eos_token_ids=())]
+    loss, _ = ttt_loss(head, ttt_batch(head, target, rows, 3))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
+    assert "SGLang refuses" in save_draft(head, tmp_path) and json.loads((tmp_path / "config.json").read_text())["target_hidden_size"] == 32
+    loaded = load_draft(tmp_path, target)
+    plain = [r.output for r in generate(target, prompts, 12)]
+    for ours in (head, loaded):
+        with torch.no_grad():
+            assert [r.output for r in speculative_generate(target, ours, prompts, TREE, 12)] == plain
+    assert_close("the head, saved and loaded", next(iter(loaded.state_dict().values())), next(iter(head.state_dict().values())), 0)
+    for bad in ("heads=3", "head_dim=x", "fc_norm=1"):
+        with pytest.raises(ValueError, match="name=value"):
+            DraftConfig.parse_changes(bad)
 
 
 def test_d2t_is_an_offset_and_t2d_a_mask(target):
@@ -1829,6 +1860,38 @@ def test_a_missing_tokenizer_or_package_is_one_clear_line(tmp_path, monkeypatch)
         eagle3.load_tokenizer(tmp_path)
 
 
+def test_kimis_tokenizer_splits_and_merges_as_its_own_pattern_says(tmp_path):
+    """Against the same pattern in another library, and merges done one by one."""
+    import regex
+    merges = ["th", "the", " the", "in", "ing", "ll", "He", "Hell", "Hello", "你", "好", "12", "123", " w", "\n\n"]
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {token: 256 + i for i, token in enumerate(dict.fromkeys(t for text in merges for t in (text.encode()[:2], text.encode())
+                                                                     if t not in ranks))}
+    (tmp_path / "tiktoken.model").write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    first = len(ranks)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {str(first + 3): {"content": "<|im_end|>"}}, "chat_template":
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "eos_token": "<|im_end|>"}))
+    tokenizer = eagle3.load_tokenizer(tmp_path)
+    pieces = regex.compile(eagle3.KimiText.PATTERN, regex.V1)
+
+    def slow(text):
+        found = []
+        for piece in pieces.findall(text):
+            parts = [bytes([b]) for b in piece.encode()]
+            while True:
+                rank, i = min(((ranks.get(a + b, 1e9), i) for i, (a, b) in enumerate(zip(parts, parts[1:]))), default=(1e9, 0))
+                if rank == 1e9:
+                    break
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            found += [ranks[part] for part in parts]
+        return found
+
+    for text in ("Hello the world, I'LL sing 12345 你好hello\n\n  x", "\u00e9t\u00e9 you're   ok\t1", "a" * 30001, " " * 60000 + "b", ""):
+        assert tokenizer.encode(text) == slow(text) and tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("the<|im_end|>") == [*slow("the"), first + 3] and tokenizer.decode([*slow("the"), first + 3]) == "the"
+    assert eagle3.encode_prompt({"messages": [{"role": "user", "content": "Hello"}]}, tokenizer) == [*slow("Hello"), first + 3]
+
+
 # -----------------------------------------------------------------------------
 # 15. Training rows
 
@@ -1841,16 +1904,16 @@ def test_the_chat_mask_covers_each_answer_with_its_end_of_turn_token(tokenizer_f
                            {"role": "assistant", "content": "b"}]}
     tokens, mask = eagle3.encode_record(sharegpt, tokenizer)
     assert (tokens, mask) == eagle3.encode_record(openai, tokenizer)
-    assert tokenizer.tokenizer.decode(tokens, skip_special_tokens=False) == "<|user|>hi<|end|>\n<|assistant|>yo<|end|>\n<|user|>a<|end|>\n<|assistant|>b<|end|>\n"
-    assert tokenizer.tokenizer.decode([t for t, m in zip(tokens, mask) if m], skip_special_tokens=False) == "yo<|end|>\nb<|end|>\n"
-    end = tokenizer.tokenizer.token_to_id("<|end|>")
+    assert tokenizer.text.tokenizer.decode(tokens, skip_special_tokens=False) == "<|user|>hi<|end|>\n<|assistant|>yo<|end|>\n<|user|>a<|end|>\n<|assistant|>b<|end|>\n"
+    assert tokenizer.text.tokenizer.decode([t for t, m in zip(tokens, mask) if m], skip_special_tokens=False) == "yo<|end|>\nb<|end|>\n"
+    end = tokenizer.text.tokenizer.token_to_id("<|end|>")
     spans = assistant_spans(torch.tensor([tokens]), torch.tensor([mask]), (end,))[0]
-    assert tokenizer.tokenizer.decode([t for t, s in zip(tokens, spans) if s], skip_special_tokens=False) == "yo<|end|>b<|end|>"
+    assert tokenizer.text.tokenizer.decode([t for t, s in zip(tokens, spans) if s], skip_special_tokens=False) == "yo<|end|>b<|end|>"
 
 
 def test_a_conversation_answered_anew_is_one_row_while_the_template_keeps_what_was_said(tokenizer_folder):
     tokenizer = eagle3.load_tokenizer(tokenizer_folder)
-    end = tokenizer.tokenizer.token_to_id("<|end|>")
+    end = tokenizer.text.tokenizer.token_to_id("<|end|>")
     record = {"conversations": [{"from": "gpt", "value": "lost"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "old"},
                                 {"from": "human", "value": "a"}, {"from": "gpt", "value": "older"}, {"from": "human", "value": "b"}]}
     written = [[*tokenizer.encode("new"), end], [*tokenizer.encode("newer"), end], tokenizer.encode("cut o")]
@@ -1863,7 +1926,7 @@ def test_a_conversation_answered_anew_is_one_row_while_the_template_keeps_what_w
         return conversation.rows
 
     (tokens, mask), = answer_all(eagle3.Conversation(record, tokenizer))
-    show = lambda ids: tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+    show = lambda ids: tokenizer.text.tokenizer.decode(ids, skip_special_tokens=False)
     assert show(tokens) == ("<|user|>hi<|end|>\n<|assistant|>new<|end|>\n<|user|>a<|end|>\n<|assistant|>newer<|end|>\n"
                             "<|user|>b<|end|>\n<|assistant|>cut o")
     assert show([t for t, m in zip(tokens, mask) if m]) == "new<|end|>newer<|end|>cut o"

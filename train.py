@@ -62,8 +62,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
     add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
-    add("--draft-vocab-size", type=int, 
+    add("--draft-vocab-size", type=int,
         help="tokens that the head can draft (default: all up to 32000; 8192 of vocabularies up to 65536; else 32000)")
+    add("--head", metavar="NAME=VALUE,...", help="what of the head is not as in the target, by config.json's names, such as "
+        "num_key_value_heads=8,rope_theta=1e6,fc_norm=true")
     # training
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
     add("--chain-share", type=float, default=1.0, help="of the trained slots, how many go on past step 0, drawn anew each time; fewer is faster")
@@ -103,8 +105,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     if not args.target:  # the demo has smaller defaults
         parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
         args = parser.parse_args(argv)
-        if args.resume or args.layers or args.held_out:
-            raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers or --held-out")
+        if args.resume or args.layers or args.head or args.held_out:
+            raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers, --head or --held-out")
     jobs = [job for job in (args.out, args.bench, args.extract, args.regenerate) if job]
     if (len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target)
             or args.features and not (args.out or args.bench)):
@@ -112,6 +114,8 @@ def parse_args(argv=None) -> argparse.Namespace:
                          "one of --out and --bench (with none of them, train.py runs the demo)")
     if args.plot and not args.out:
         raise ValueError("--plot draws the run in --out: give that, too")
+    if args.head and not (args.out or args.bench):
+        raise ValueError("--head describes the head that --out or --bench trains")
     if args.regenerate and (args.layers or args.held_out) or not args.out and args.resume:
         raise ValueError("--resume belongs to --out (the others go on by themselves), --layers and --held-out to heads and features")
     args.sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed)
@@ -503,7 +507,8 @@ def stated_layout(config: TargetConfig, args) -> FeatureLayout:
 def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
     V = target.config.vocab_size
-    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000))
+    changes = DraftConfig.parse_changes(args.head) if args.head else {}
+    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000), **changes)
     head = DraftHead(config).init_weights(args.seed)
     head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
     print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {V} "
@@ -571,7 +576,7 @@ def train(args, ranks: Shard = Shard()) -> dict:
     optimizer = new_optimizer(head, args)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
-    settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps, "chain_share": args.chain_share,
+    settings = {"layers": head.config.layout.flag, "head": args.head, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps, "chain_share": args.chain_share,
                 "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
                 "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
