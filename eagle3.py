@@ -1928,6 +1928,7 @@ class Controller:
         self.shapes = (None, *shapes)
         self.ms = {shape: deque(maxlen=self.memory) for shape in self.shapes}
         self.tokens = {shape: deque(maxlen=self.memory) for shape in self.shapes}  # per row and round
+        self.rounds = Counter()  # by shape, all of them
         self.since_probe, self.interval, self.turn = 0, self.shortest, 0
 
     def median_ms(self, shape: SpecConfig | None) -> float:
@@ -1959,6 +1960,7 @@ class Controller:
         to_beat = self.rate(self.best()) if is_probe else 0.0
         self.ms[shape].append(ms)
         self.tokens[shape].append(tokens)
+        self.rounds[shape] += 1
         self.since_probe += 1
         if not is_probe:
             return

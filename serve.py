@@ -431,6 +431,11 @@ def bench(args, ranks: Shard) -> dict:
         print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}"
               + ("" if acceptance > break_even else ": cannot pay")
               + (f"; drafted in {stats.rounds} of {stats.rounds + plain_steps} rounds" if isinstance(spec, tuple) else ""))
+    controllers = engines["spec"].controllers
+    by_shape = {"-".join(map(str, (shape.num_steps, shape.topk, shape.num_draft_tokens))) if shape else "none":
+              sum(c.rounds[shape] for c in controllers.values()) for shape in (None, *shapes)} if controllers else None
+    if by_shape:
+        print("rounds by shape (steps-topk-tokens): " + ", ".join(f"{name} {count}" for name, count in by_shape.items()))
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
           f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included"
           + (f"; transformers {rate['peer']:.1f} tok/s" if peer else ""))
@@ -444,7 +449,7 @@ def bench(args, ranks: Shard) -> dict:
             "speedup": rounded(rate["spec"] / rate["plain"]),
             "expected_speedup": rounded(acceptance / break_even if acceptance and break_even else None),
             "acceptance_length": rounded(acceptance),
-            "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling,
+            "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling, "rounds_by_shape": by_shape,
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
             "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
             "by_category": by_category, "worst": [{"prompt": name, "acceptance_length": rounded(length)} for length, name in sorted(by_prompt)[:10]],
