@@ -433,7 +433,7 @@ def bench(args, ranks: Shard) -> dict:
               + (f"; drafted in {stats.rounds} of {stats.rounds + plain_steps} rounds" if isinstance(spec, tuple) else ""))
     controllers = engines["spec"].controllers
     by_shape = {"-".join(map(str, (shape.num_steps, shape.topk, shape.num_draft_tokens))) if shape else "none":
-              sum(c.rounds[shape] for c in controllers.values()) for shape in (None, *shapes)} if controllers else None
+                sum(c.rounds[shape] for c in controllers.values()) for shape in (None, *shapes)} if controllers else None
     if by_shape:
         print("rounds by shape (steps-topk-tokens): " + ", ".join(f"{name} {count}" for name, count in by_shape.items()))
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
