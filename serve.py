@@ -193,8 +193,8 @@ def plan(args) -> dict:
     dtype = eagle3.torch_dtype(args.dtype or eagle3.fast_dtype(config.dtype, args.device))
     stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
     if args.draft:
-        stored = eagle3.read_json(Path(args.draft) / "config.json")
-        own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, args.draft))
+        stored = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json"))
+        own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, config, args.draft))
     else:
         layout, drafted = stated or FeatureLayout.default(config.hidden_size, config.num_layers), min(32000, config.vocab_size)
         own = eagle3.DraftConfig.for_target(config, layout, drafted - drafted % args.plan)
