@@ -3157,7 +3157,8 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
 # -----------------------------------------------------------------------------
 # 17. Wiring check
 # Tells a head that is fed wrongly from one that is weak. Stored hidden states are compared with all that the target computes for the same
-# tokens; where nothing is stored, the head is fed other hidden states, to see whether it knows some of them better. Needs: 5, 7, 8.
+# tokens; where nothing is stored, the head is fed other hidden states, to see whether it knows some of them better: so is one that does not say
+# what it was trained on. Needs: 5, 7, 8.
 
 MATCH = 0.9  # similarity from which on two blocks are the same boundary; neighbouring boundaries of real models lie well below
 
@@ -3260,19 +3261,71 @@ class FoundFeatures(NamedTuple):
         return self.accuracy >= 0.05 and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
 
 
+class FeatureScores:
+    """Feeds a head the hidden states of any boundaries, on rows of (tokens [T], loss_mask [T])."""
+
+    def __init__(self, head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, ttt_steps: int):
+        self.head, self.prepared = head, []
+        for tokens, loss_mask in rows:
+            captures = {int(name[2:]): hidden[None] for name, hidden in all_boundaries(target, tokens).items() if not name.endswith("normed")}
+            self.prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, ttt_steps), captures))
+
+    @torch.no_grad()
+    def of(self, boundaries: tuple[int, ...], by: int = 0) -> list[TTTStats]:
+        """A row each, with the features moved `by` tokens to the right."""
+        feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
+        return [ttt_loss(self.head, feed(*item))[1] for item in self.prepared]
+
+
+class Probed(NamedTuple):
+    """How a head does with these features and this rope, on some rows."""
+    layout: FeatureLayout
+    rope: RopeConfig
+    losses: Tensor    # [rows]
+    accuracy: float   # of the first step
+    acceptance: float | None  # simulated
+
+    @property
+    def loss(self) -> float:
+        return self.losses.mean().item()
+
+    def is_clearly_better(self, other: "Probed") -> bool:
+        """By more than three standard errors over the rows, and half a per cent; a head that guesses next to nothing tells nothing."""
+        gain = other.losses - self.losses
+        return self.accuracy >= 0.05 and gain.mean().item() >= max(0.005 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
+
+
+def rewire(head: DraftHead, layout: FeatureLayout, rope: RopeConfig) -> None:
+    """The same weights, said to have been trained on other features, or with another rope."""
+    head.config = replace(head.config, layout=layout, rope=rope)
+    head.rope_frequencies.copy_(rope.frequencies(head.config.head_dim))
+
+
+def probe_layouts(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, layouts: list[FeatureLayout], ropes: list[RopeConfig],
+                  ttt_steps: int, progress=lambda x: x) -> list[Probed]:
+    """The head with each of these layouts (as wide as its own) and ropes, on rows of (tokens [T], loss_mask [T]), the best first. It is left
+    wired as the best."""
+    scores, probed = FeatureScores(head, rows, target, ttt_steps), []
+    for layout, rope in progress(list(itertools.product(layouts, ropes))):
+        rewire(head, layout, rope)
+        by_row = scores.of(layout.boundaries)
+        total = sum(by_row, TTTStats.zeros(ttt_steps))
+        losses = broadcast(torch.tensor([stats.loss for stats in by_row], dtype=torch.float64), target.shard)
+        probed.append(Probed(layout, rope, losses, total.accuracy[0], total.simulated_acceptance_length))
+    probed.sort(key=lambda p: p.loss)
+    rewire(head, probed[0].layout, probed[0].rope)
+    return probed
+
+
 @torch.no_grad()
 def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, progress=lambda x: x) -> FoundFeatures:
     """What the head seems to have been trained on, by trying: rows of (tokens [T], loss_mask [T]). Shifts, neighbours, orders and single blocks
     are tried, by descent of the first step's loss: a weak head that is fed the next boundary guesses nearly as well, but its loss shows it."""
     layout, L = head.config.layout, head.config.layout.num_layers
-    prepared = []
-    for tokens, loss_mask in rows:
-        captures = {int(name[2:]): hidden[None] for name, hidden in all_boundaries(target, tokens).items() if not name.endswith("normed")}
-        prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, 1), captures))
+    scores = FeatureScores(head, rows, target, 1)
 
     def score(boundaries: tuple[int, ...], by: int) -> tuple[float, float]:  # loss, accuracy
-        feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
-        stats = sum((ttt_loss(head, feed(*item))[1] for item in prepared), TTTStats.zeros(1))
+        stats = sum(scores.of(boundaries, by), TTTStats.zeros(1))
         return tuple(broadcast(torch.tensor([stats.loss, stats.accuracy[0]], dtype=torch.float64), target.shard).tolist())
 
     best, by = layout.boundaries, 0
@@ -3327,6 +3380,17 @@ def is_first_failure() -> bool:
         return dist.distributed_c10d._get_default_store().add("eagle3 failures", 1) == 1
     except RuntimeError:  # whoever kept the store is gone
         return False
+
+
+def model_folder(name: str) -> str:
+    """The folder of that name or, for owner/name where there is none, the Hugging Face hub's repository, downloaded. Raises ValueError."""
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    try:
+        hub = require_package("huggingface_hub")
+        return hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.model", "*.txt", "*.jinja", "*.py"])
+    except (ValueError, OSError) as error:  # the hub's errors are OSErrors
+        raise ValueError(f"{name} is no folder here, nor could it be had from the Hugging Face hub: {str(error).splitlines()[0]}") from None
 
 
 def run_script(name: str, run) -> None:

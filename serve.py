@@ -6,11 +6,12 @@
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
     torchrun serve.py --target DIR --draft DIR --check FEATURES|DATA  is the head fed wrongly, or weak?
+    torchrun serve.py --target DIR --draft DIR --probe                which hidden states was somebody else's head trained on?
     python serve.py --target DIR --plan 8 --memory 80 --bandwidth 3350  what each of 8 GPUs would hold and read; loads no weights
 
 torchrun --nproc-per-node N splits target and head over N GPUs (or CPU processes).
 
-A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
+DIR is a folder, or a repository on the Hugging Face hub (owner/name). A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
 import argparse
 import hmac
@@ -41,6 +42,7 @@ import eagle3
 from eagle3 import Engine, FeatureLayout, Sampling, Shard, SpecConfig, SpecStats
 
 DEMO = Path("runs/demo")
+CHECK_ROWS = 8
 TIE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}  # logit gap under which two greedy texts may part by rounding
 
 
@@ -57,6 +59,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--raw", action="store_true", help="no chat template")
     add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
+    add("--probe", metavar="FILE", nargs="?", const="", help="find the layout of a head that does not say it for certain, on the target's answers to the "
+        "prompts in a JSONL file (default: to some questions)")
+    add("--save", metavar="DIR", help="--probe: write the head there with what was found, in this project's format")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
     add("--plan", type=int, metavar="RANKS", help="memory and reading per rank, and whether it fits; without loading weights")
     add("--max-length", type=int, help="prompt and new tokens of a request, for the server (default: 4096, at most the target's context) and --plan "
@@ -64,7 +69,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--memory", type=float, metavar="GB", help="--plan: of a rank")
     add("--bandwidth", type=float, metavar="GB/S", help="--plan: of a rank's memory")
     add("--plot", metavar="FILE.png|svg", help="--bench: draw speed-up and acceptance by prompt category and by depth, and where a round's time goes")
-    add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
+    add("--limit", type=int, help=f"at most this many prompts of --bench (default: all) or --probe (default: {CHECK_ROWS})")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
     add("--max-batch", type=int, help="requests decoded at once by the server (default: 8), in --bench and --plan (default: 1)")
     add("--replay", type=float, metavar="AL", help="--bench the engine itself: the head runs, but its guesses are replaced by the recorded plain "
@@ -92,16 +97,19 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored; float32 on a CPU without bf16 products)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.plan))
+    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.probe, args.plan))
     if jobs > 1:
-        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA and --plan RANKS (none: the server)")
+        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA, --probe and --plan RANKS "
+                         "(none: the server)")
     if args.plan and not args.target or not args.plan and (args.memory or args.bandwidth) or jobs and not args.plan and args.max_length:
         raise ValueError("--plan needs --target; --memory and --bandwidth belong to --plan, --max-length to --plan and the server")
     args.max_batch = (1 if jobs else 8) if args.max_batch is None else args.max_batch
-    if args.check and not (args.target and args.draft):
-        raise ValueError("--check needs --target and --draft")
-    if args.held_out and not args.check:
-        raise ValueError("--held-out belongs to --check")
+    if (args.check or args.probe is not None) and not (args.target and args.draft):
+        raise ValueError("--check and --probe need --target and --draft")
+    if args.held_out and not args.check or args.save and args.probe is None:
+        raise ValueError("--held-out belongs to --check, --save to --probe")
+    if args.save and Path(args.save).exists():
+        raise ValueError(f"--save {args.save}: that is there already; name a folder that is not")
     for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth", "max_queue"):
         if getattr(args, name) is not None and not getattr(args, name) >= (1e-9 if name in ("memory", "bandwidth") else 1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
@@ -115,6 +123,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
     args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    args.name = args.name or Path(args.target or DEMO / "target").resolve().name
+    args.target, args.draft = (path and eagle3.model_folder(path) for path in (args.target, args.draft))
     return args
 
 
@@ -125,6 +135,10 @@ def resolve_spec(args) -> SpecConfig | tuple[SpecConfig, ...] | None:
     if args.spec or any(x is None for x in given):
         raise ValueError("--num-steps, --draft-topk and --num-draft-tokens go together, without --spec: give all three, or --spec auto|none")
     return SpecConfig(*given)
+
+
+def stated_layout(args, config: eagle3.TargetConfig) -> FeatureLayout | None:
+    return FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
 
 
 def load_own_part(args, ranks: Shard) -> eagle3.Target:
@@ -143,10 +157,7 @@ def load(args, ranks: Shard):
         if not (args.draft / "config.json").exists():
             raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` "
                                     "(some minutes), or name a --target")
-    stated = None
-    if args.layers:
-        config = eagle3.read_target_config(args.target)
-        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    stated = stated_layout(args, eagle3.read_target_config(args.target))
     target = load_own_part(args, ranks)
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
     print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}"
@@ -191,7 +202,7 @@ def plan(args) -> dict:
     """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
     config = eagle3.read_target_config(args.target)
     dtype = eagle3.torch_dtype(args.dtype or eagle3.fast_dtype(config.dtype, args.device))
-    stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
+    stated = stated_layout(args, config)
     if args.draft:
         stored = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json"))
         own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, config, args.draft))
@@ -235,9 +246,9 @@ class Prompt(NamedTuple):
     ids: list[int]
 
 
-def bench_prompts(args, config: eagle3.TargetConfig) -> list[Prompt]:
+def read_prompts(path: str, args, config: eagle3.TargetConfig) -> list[Prompt]:
     prompts, tokenizer = [], cache(partial(eagle3.load_tokenizer, args.target))
-    for name, record in eagle3.read_records(args.bench):
+    for name, record in eagle3.read_records(path):
         if args.limit is not None and len(prompts) == args.limit:
             break
         if record is None:
@@ -253,7 +264,7 @@ def bench_prompts(args, config: eagle3.TargetConfig) -> list[Prompt]:
                              f"got {len(prompt)} ids")
         prompts.append(Prompt(name, str(record.get("category", "all")), prompt))
     if not prompts:
-        raise ValueError(f"{args.bench} holds no prompt")
+        raise ValueError(f"{path} holds no prompt")
     return prompts
 
 
@@ -368,7 +379,7 @@ def bench(args, ranks: Shard) -> dict:
     target, head, spec = load(args, ranks)
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
-    prompts = bench_prompts(args, target.config)
+    prompts = read_prompts(args.bench, args, target.config)
     longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
     kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
     size = dict(max_batch=args.max_batch, max_length=longest, sizes=(args.max_batch,))
@@ -445,7 +456,7 @@ def bench(args, ranks: Shard) -> dict:
             "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-CHECK_ROWS, CHECK_TOKENS, CHECK_STEPS, CHECK_NEW_TOKENS = 8, 512, 4, 48
+CHECK_TOKENS, CHECK_STEPS, CHECK_NEW_TOKENS = 512, 4, 48
 WEAK, GENERALISES = 0.4, 0.6  # first-step accuracy below which a head is weak, and held-out accuracy as a share of that on training rows
 
 
@@ -505,7 +516,7 @@ def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
 def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
     """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
     target = load_own_part(args, ranks)
-    stated = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else None
+    stated = stated_layout(args, target.config)
     own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
     if own:
         same_tokenizer(own, target, "the head was trained")
@@ -607,6 +618,59 @@ def check(args, ranks: Shard = Shard()) -> dict:
         verdict, cause, evidence["error"] = "wiring", getattr(fault, "cause", "layout"), str(fault)
     print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
+
+
+PROBE_QUESTIONS = ("Why is the sky blue?", "Write a Python function that reverses a string.", "Tell me a short story about a lighthouse.",
+                   "How do I make pancakes?", "Explain what a prime number is.", "List five cities in Europe and what each is known for.",
+                   "Write a polite letter that asks for a refund.", "What happened in the year 1969?")
+
+
+def answered_rows(args, target: eagle3.Target) -> list[eagle3.Row]:
+    """The target's own greedy answers, since a head knows those best."""
+    if args.probe:
+        args.limit = args.limit or CHECK_ROWS
+        prompts = [prompt.ids for prompt in read_prompts(args.probe, args, target.config)]
+    else:
+        tokenizer = eagle3.load_tokenizer(args.target)
+        prompts = [eagle3.encode_prompt({"prompt": question}, tokenizer, args.raw) for question in PROBE_QUESTIONS]
+    requests = [r for r in eagle3.generate(target, prompts, args.max_new_tokens) if len(r.output) > 2]
+    if not requests:
+        raise ValueError("the target answers none of the prompts with more than two tokens: name others with --probe FILE.jsonl")
+    return [eagle3.Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "answer") for r in requests]
+
+
+def probe(args, ranks: Shard = Shard()) -> dict:
+    """Which features, and which rope base, the head knows best, if one is clearly best."""
+    if args.save and ranks.size > 1:
+        raise ValueError("--save needs the whole head: probe with one process")
+    target = load_own_part(args, ranks)
+    stored, stated = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json")), stated_layout(args, target.config)
+    layouts = list(dict.fromkeys(([stated] if stated else []) + eagle3.plausible_layouts(stored, target.config)))
+    head = eagle3.load_draft(args.draft, target, *layouts[:1])
+    layouts = [layout for layout in layouts if layout.width == head.config.layout.width]
+    ropes = list(dict.fromkeys((head.config.rope, eagle3.RopeConfig(10000.0))))  # SafeAILab's trainer ignores the base that its config states
+    rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(args, target)]
+    best, *others = probed = eagle3.probe_layouts(head, rows, target, layouts, ropes, CHECK_STEPS, partial(tqdm, desc="layouts", leave=False))
+    table = [{"layers": p.layout.flag, "rope_theta": p.rope.theta, "loss": rounded(p.loss), "accuracy": rounded(p.accuracy),
+              "simulated_acceptance_length": rounded(p.acceptance)} for p in probed]
+    print(f"  {'layers':<16} {'rope base':>10} {'loss':>8} {'accuracy':>9} {'simulated acceptance length':>28}\n" + "\n".join(
+        f"  {p.layout.flag:<16} {p.rope.theta:>10g} {p.loss:>8.3f} {p.accuracy:>9.3f} {rounded(p.acceptance)!s:>28}" for p in probed))
+    rivals = [p for p in others if not best.is_clearly_better(p)]
+    found = eagle3.find_features(head, rows[:4], target, partial(tqdm, desc="other features", leave=False))
+    verdict = "cannot tell" if rivals or found.is_better else "ok"
+    if rivals:
+        print("cannot tell: " + ("the head guesses too little with any" if best.accuracy < 0.05 else f"--layers {best.layout.flag} with rope base "
+              f"{best.rope.theta:g} is best, but not clearly better than " + ", ".join(f"{p.layout.flag} with {p.rope.theta:g}" for p in rivals)))
+    elif found.is_better:
+        print(f"cannot tell: none of these is what it was trained on; it knows boundaries {','.join(map(str, found.boundaries))}, or some near "
+              f"them, better (accuracy {found.accuracy:.3f} against {found.wired_accuracy:.3f}): add one with --layers")
+    else:
+        print(f"the head was trained on --layers {best.layout.flag}, rope base {best.rope.theta:g}")
+        if args.save:
+            print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
+    return {"verdict": verdict, "layers": None if rivals or found.is_better else best.layout.flag, "rope_theta": best.rope.theta,
+            "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
+            "better_boundaries": list(found.boundaries) if found.is_better else None, "saved": args.save if verdict == "ok" else None}
 
 
 # -----------------------------------------------------------------------------
@@ -1106,7 +1170,7 @@ def serve(args, ranks: Shard) -> dict:
         tokenizer = None
         print("no tokenizer: /v1/completions with token ids only")
     loop = Loop(engine, args.max_queue)
-    server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name or Path(args.target).resolve().name), args.api_key)) if ranks.rank == 0 else None
+    server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name), args.api_key)) if ranks.rank == 0 else None
     if server:  # until the loop runs, /health and the others answer 503
         threading.Thread(target=server.serve_forever, daemon=True).start()
     if not args.no_compile:
@@ -1136,6 +1200,8 @@ def main(ranks: Shard) -> dict:
     args = parse_args()
     if args.plan:
         return plan(args)
+    if args.probe is not None:
+        return probe(args, ranks)
     if args.check or args.bench:
         return check(args, ranks) if args.check else bench(args, ranks)
     return serve(args, ranks) if args.prompt is None and args.prompt_ids is None else answer(args, ranks)

@@ -2111,7 +2111,7 @@ def test_check_finds_nothing_wrong_with_a_sound_head_and_the_script_ends_with_0(
 def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_misstated(wired, tmp_path, trained, stated, cause):
     """The incident, with the layouts stripped: nothing to compare, but the head knows its own hidden states."""
     target = load_target(wired / "target")
-    rows = [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    rows = wired_rows(wired)
     save_draft(teach(target, rows, trained), tmp_path / "carries")
     strip_layout(tmp_path / "carries", tmp_path / "stripped")
     verdict, found, evidence = diagnosis(wired, tmp_path, "stripped", "rows.jsonl", "target", "--layers", stated)
@@ -2120,6 +2120,59 @@ def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_miss
     refused = run_script("serve.py", "--target", wired / "target", "--draft", tmp_path / "carries", "--check", wired / "rows.jsonl", "--layers", stated, check=1)
     summary = json.loads(refused.stdout.splitlines()[-1])
     assert (summary["verdict"], summary["cause"]) == ("wiring", "layout"), "a head that carries its layout is refused by it"
+
+
+def wired_rows(wired):
+    return [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+
+
+def probed(wired, tmp_path, head, *more):
+    prompts = [{"input_ids": row.tokens[:row.loss_mask.index(True)]} for row in wired_rows(wired)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return serve.probe(serve.parse_args(["--target", str(wired / "target"), "--draft", str(head), "--probe", str(tmp_path / "prompts.jsonl"),
+                                         "--limit", "10", "--max-new-tokens", "30", "--dtype", "float32", *more]))
+
+
+@pytest.mark.parametrize("layers, keys", [
+    ("2,4,5", {}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
+    ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}), ("2,4,5", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}),
+    ("3,5,6", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}), ("3,5,6", {})], ids=str)
+def test_probe_finds_the_layout_of_a_head_whose_ids_were_stripped_shifted_or_reordered(wired, tmp_path, layers, keys):
+    layout = FeatureLayout.parse(layers, 32, 8)
+    if layers != "2,4,5":
+        save_draft(teach(load_target(wired / "target"), wired_rows(wired), layout.boundaries), tmp_path / "head")
+    source = wired / "head" if layers == "2,4,5" else tmp_path / "head"
+    strip_layout(source, tmp_path / "theirs")
+    edit_json(tmp_path / "theirs" / "config.json", **keys)
+    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
+    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", layers, 10000), found
+    target = load_target(wired / "target")
+    saved, ours = load_draft(tmp_path / "saved", target), load_draft(source, target)
+    assert saved.config == ours.config and all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), ours.state_dict().values()))
+
+
+def test_probe_finds_the_rope_base_that_the_official_trainer_used_whatever_its_config_says(wired, tmp_path):
+    strip_layout(wired / "head", tmp_path / "theirs")
+    edit_json(tmp_path / "theirs" / "config.json", rope_theta=1e6, rope_parameters=..., architectures=["LlamaForCausalLM"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = probed(wired, tmp_path, tmp_path / "theirs")
+    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", "2,4,5", 10000), found
+
+
+def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_path):
+    target = load_target(wired / "target")
+    save_draft(random_head(target), tmp_path / "untrained")
+    strip_layout(tmp_path / "untrained", tmp_path / "weak")
+    found = probed(wired, tmp_path, tmp_path / "weak", "--save", str(tmp_path / "saved"))
+    assert (found["verdict"], found["layers"], found["saved"]) == ("cannot tell", None, None) and not (tmp_path / "saved").exists()
+    save_draft(teach(target, wired_rows(wired), (0, 3, 7)), tmp_path / "unusual")
+    strip_layout(tmp_path / "unusual", tmp_path / "theirs")
+    found = probed(wired, tmp_path, tmp_path / "theirs")
+    assert (found["verdict"], found["better_boundaries"]) == ("cannot tell", [0, 3, 7]), "none of the candidates is what it was trained on"
+    assert probed(wired, tmp_path, tmp_path / "theirs", "--layers", "embed,3,7")["layers"] == "embed,3,7", "unless that is named"
+    result = run_script("serve.py", "--target", wired / "target", "--draft", tmp_path / "weak", "--probe", tmp_path / "prompts.jsonl", check=1)
+    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "cannot tell" and "cannot tell: the head guesses too little" in result.stdout
 
 
 def moved(captures):
@@ -2132,7 +2185,7 @@ def moved(captures):
     ("normed", "teacher and norm"), (lambda c: {b: torch.randn_like(x) for b, x in c.items()}, "foreign features")])
 def test_check_and_inspect_name_the_fault_of_stored_features(wired, tmp_path, change, cause):
     target = load_target(wired / "target")
-    rows = [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    rows = wired_rows(wired)
     change = (lambda c: {**c, 8: target.norm(c[8])}) if change == "normed" else change
     store_features(tmp_path / "features", FeatureLayout((2, 4, 5), 32, 8), target, rows, change)
     verdict, found, evidence = diagnosis(wired, tmp_path)
