@@ -11,7 +11,7 @@
 
 torchrun --nproc-per-node N splits target and head over N GPUs (or CPU processes).
 
-DIR is a folder, or a repository on the Hugging Face hub (owner/name). A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
+A line of FILE.jsonl has MT-bench `turns` (the first is used), `messages`, `prompt` or `input_ids`.
 """
 import argparse
 import hmac
@@ -50,8 +50,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     # models
-    add("--target", help="the target's Hugging Face folder (default: the demo's)")
-    add("--draft", help="the head's folder (with --target and no --draft: plain decoding)")
+    add("--target", help="the target's Hugging Face folder, or hub name (default: the demo's)")
+    add("--draft", help="the head's folder, or hub name (with --target and no --draft: plain decoding)")
     add("--layers", help="states the head's boundaries, such as 2,15,27 or embed,3,31; must equal the layout that the head carries")
     # what to do
     add("--prompt", help="text to answer")

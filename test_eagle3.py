@@ -653,17 +653,26 @@ def test_a_head_trains_on_a_transformers_model_as_on_our_own_target(tmp_path):
 # 7. Draft head
 
 
-def reference_head(head, features, tokens):
-    """The published formulas for whole true slots, written apart from eagle3.py (facts: official cnets.py; EAGLE-3.1 and speculators flags)."""
+def reference_rms(head, x, name):
+    return x / (x.pow(2).mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt() * head.get_parameter(f"{name}.weight")
+
+
+def reference_fuse(head, features):
+    """The published formulas, written apart from eagle3.py (official: cnets.py; the flags of EAGLE-3.1 and speculators): [T,A*C] -> [T,C]."""
+    if head.config.fc_norm:
+        parts = features.split(head.config.layout.hidden_size, -1)
+        features = torch.cat([reference_rms(head, part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+    if head.config.norm_before_fc:
+        features = reference_rms(head, features, "input_norm")
+    return features @ head.fc.weight.T
+
+
+def reference_layer(head, g, tokens):
+    """Hidden states [T,C] and the tokens that follow them [T] -> what is fed back [T,C], and logits [T,Vd]."""
     c, w = head.config, dict(head.named_parameters())
-    rms = lambda x, weight: x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * weight
-    if c.fc_norm:
-        features = torch.cat([rms(f, w[f"fc_norm.{i}.weight"]) for i, f in enumerate(features.split(c.layout.hidden_size, -1))], -1)
-    if c.norm_before_fc:
-        features = rms(features, w["input_norm.weight"])
-    g = features @ w["fc.weight"].T
-    e = rms(head.target.embed_tokens.weight[tokens], w["midlayer.input_layernorm.weight"])
-    n = rms(g, w["midlayer.hidden_norm.weight"])
+    rms = lambda x, name: reference_rms(head, x, name)
+    e = rms(head.target.embed_tokens.weight[tokens], "midlayer.input_layernorm")
+    n = rms(g, "midlayer.hidden_norm")
     x, T, d = torch.cat([e, n], -1), len(tokens), c.head_dim
     angle = torch.arange(T)[:, None] / c.rope.theta ** (torch.arange(0, d, 2).float() / d)
     cos, sin = torch.cat([angle.cos()] * 2, -1).to(x.dtype), torch.cat([angle.sin()] * 2, -1).to(x.dtype)
@@ -676,9 +685,9 @@ def reference_head(head, features, tokens):
         score = score.masked_fill(torch.triu(torch.ones(T, T), 1) > 0, float("-inf"))
         out.append(score.softmax(-1) @ v[:, g_h])
     h1 = (n if c.norm_before_residual else g) + torch.cat(out, -1) @ w["midlayer.self_attn.o_proj.weight"].T
-    m = rms(h1, w["midlayer.post_attention_layernorm.weight"])
+    m = rms(h1, "midlayer.post_attention_layernorm")
     h2 = h1 + (F.silu(m @ w["midlayer.mlp.gate_proj.weight"].T) * (m @ w["midlayer.mlp.up_proj.weight"].T)) @ w["midlayer.mlp.down_proj.weight"].T
-    normed = rms(h2, w["norm.weight"])
+    normed = rms(h2, "norm")
     return (normed if c.norm_output else h2), normed @ w["lm_head.weight"].T
 
 
@@ -687,13 +696,17 @@ TRAINED_FLAGS = [{flag: True for flag in (*before_fc, *others)} for before_fc in
 
 
 @pytest.mark.parametrize("flags", TRAINED_FLAGS, ids=lambda f: "+".join(f) or "official")
-def test_the_head_equals_a_separately_written_reference_for_every_flag(target, flags):
-    head = random_head(target, **flags)
-    features, tokens = torch.randn(1, 11, 96, dtype=torch.float64), torch.tensor(random_prompts([11]))
-    hidden, normed = head.step(head.fuse(features), tokens, torch.arange(11)[None], TTTAttention())
-    expected_hidden, expected_logits = reference_head(head, features[0], tokens[0])
-    assert_close("hidden", hidden[0], expected_hidden, 1e-6)  # rope angles are fp32
-    assert_close("logits", head.lm_head(normed[0]), expected_logits, 1e-6)
+def test_the_head_equals_a_separately_written_reference_over_several_steps_for_every_flag(target, flags):
+    """In each slot's chain, as served: true slots up to it, then the head's own hidden states."""
+    head, K, T = random_head(target, **flags), 3, 8
+    features, tokens = torch.randn(1, T, 96, dtype=torch.float64), torch.tensor(random_prompts([T]))
+    steps = eagle3.unroll(head, features, tokens, torch.arange(T)[None], K)
+    for slot in range(T - K):
+        hidden = reference_fuse(head, features[0, :slot + 1])
+        for i in range(K):
+            fed_back, logits = reference_layer(head, hidden, tokens[0, 1:slot + 2 + i])
+            assert_close(f"slot {slot}, step {i}", head.logits(steps[i][0, slot]), logits[-1], 1e-6)  # rope angles are fp32
+            hidden = torch.cat([hidden, fed_back[-1:]])
 
 
 def test_d2t_is_an_offset_and_t2d_a_mask(target):
@@ -1778,6 +1791,27 @@ def test_nested_ids_of_a_kimi_or_deepseek_head_are_not_guessed_at(ids, readings)
     assert " or ".join(",".join(map(str, b)) for b in found) == readings
 
 
+def test_a_hub_name_is_a_folder_downloaded_and_what_fails_is_one_line(saved, tmp_path, monkeypatch):
+    folder = saved[0]
+    class Hub:
+        def snapshot_download(name, allow_patterns):
+            if name != "owner/head":
+                raise OSError(f"404: {name}")
+            return str(folder / "draft")
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    args = serve.parse_args(["--target", str(folder / "target"), "--draft", "owner/head", "--prompt", "x"])
+    assert args.target == str(folder / "target") and args.draft == str(folder / "draft")
+    (folder / "owner" / "head").mkdir(parents=True)
+    assert eagle3.model_folder("owner/head") == "owner/head", "a folder that is there goes before"
+    assert all(eagle3.model_folder(name) == name for name in ("nowhere", "/no/where", "a/b/c"))
+    with pytest.raises(ValueError, match="owner/other is no folder here, nor .*404"):
+        eagle3.model_folder("owner/other")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="pip install huggingface_hub"):
+        train.main(argv=["--target", "owner/other", "--data", "x.jsonl", "--out", "out"])
+
+
 def test_a_target_folder_that_is_not_whole_is_refused_by_name(saved):
     folder = saved[0] / "target"
     edit_tensors(folder / "model.safetensors", lambda t: t.pop("model.layers.3.mlp.up_proj.weight"))
@@ -2400,6 +2434,18 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     swap = {"2,4,5": "2,4,6", tmp_path / "offline": tmp_path / "wrong"}
     wrong = run_script("train.py", *[swap.get(x, x) for x in stored], "--features", features, check=2)
     assert "does not hold h.6" in wrong.stderr
+
+
+def test_the_norms_of_eagle_3_1_and_speculators_are_trained_by_name_saved_and_served(project, tmp_path):
+    run_script("train.py", *train_args(project, tmp_path / "head", 5, "--head-flags", "norm_before_fc,norm_before_residual"))
+    head = load_draft(tmp_path / "head", load_target(project / "target"))
+    assert {flag for flag in DraftConfig.FLAGS if getattr(head.config, flag)} == {"norm_before_fc", "norm_before_residual"}
+    assert not torch.equal(head.input_norm.weight, torch.ones_like(head.input_norm.weight)), "its norm learns"
+    served = run_script("serve.py", "--target", project / "target", "--draft", tmp_path / "head", "--prompt-ids", "5,6", "--max-new-tokens", 8)
+    assert [int(t) for t in served.stdout.splitlines()[-2].split()] == generate(load_target(project / "target"), [[5, 6]], 8)[0].output
+    for flags, message in (((), "head_flags was norm_before_fc"), (("--head-flags", "fc_norm,norm_before_fc"), "exclude each other"),
+                           (("--head-flags", "norm"), "takes fc_norm")):
+        assert message in run_script("train.py", *train_args(project, tmp_path / "head", 5, "--resume", *flags), check=2).stderr
 
 
 def losses(out) -> list[list[float]]:

@@ -48,7 +48,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     # what
-    add("--target", help="the target's Hugging Face folder (with no --target: the demo)")
+    add("--target", help="the target's Hugging Face folder, or hub name (with no --target: the demo)")
     add("--data", action="append", default=[], help="JSONL file of training rows; may be given several times")
     add("--held-out", help="JSONL file of held-out rows (default: the last 1 %% of the rows)")
     add("--regenerate", metavar="OUT.jsonl", help="write rows in which the target itself answers the prompts of --data, all turns")
@@ -62,7 +62,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
     add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
-    add("--draft-vocab-size", type=int, 
+    add("--head-flags", default="", help=f"norms that the official head does not have, such as fc_norm,norm_output (EAGLE-3.1); "
+        f"of {', '.join(DraftConfig.FLAGS)}")
+    add("--draft-vocab-size", type=int,
         help="tokens that the head can draft (default: all up to 32000; 8192 of vocabularies up to 65536; else 32000)")
     # training
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
@@ -110,6 +112,8 @@ def parse_args(argv=None) -> argparse.Namespace:
             or args.features and not (args.out or args.bench)):
         raise ValueError("a real target takes --target, --data and one of --out, --bench, --extract and --regenerate; or --target, --features and "
                          "one of --out and --bench (with none of them, train.py runs the demo)")
+    if not set(filter(None, args.head_flags.split(","))) <= set(DraftConfig.FLAGS if args.out or args.bench else ()):
+        raise ValueError(f"--head-flags belongs to --out and --bench, and takes {', '.join(DraftConfig.FLAGS)}: got {args.head_flags}")
     if args.plot and not args.out:
         raise ValueError("--plot draws the run in --out: give that, too")
     if args.regenerate and (args.layers or args.held_out) or not args.out and args.resume:
@@ -484,7 +488,7 @@ def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> d
     """Restore head and optimizer; refuses, by name, settings that would change the curve."""
     stored = eagle3.open_tensors(file)
     state = json.loads(stored.metadata()["state"])
-    was = {"chain_share": 1.0, **state["settings"]}  # older checkpoints do not say
+    was = {"chain_share": 1.0, "head_flags": "", **state["settings"]}  # older checkpoints do not say
     changed = [f"{key} was {was.get(key)}, now {value}" for key, value in settings.items() if value != was.get(key)]
     if changed:
         raise ValueError(f"--resume continues the same run, but {'; '.join(changed)}: give the same options, or another --out")
@@ -503,7 +507,8 @@ def stated_layout(config: TargetConfig, args) -> FeatureLayout:
 def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
     V = target.config.vocab_size
-    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000))
+    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000),
+                                    **{flag: True for flag in args.head_flags.split(",") if flag})
     head = DraftHead(config).init_weights(args.seed)
     head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
     print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {V} "
@@ -572,7 +577,7 @@ def train(args, ranks: Shard = Shard()) -> dict:
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
     settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps, "chain_share": args.chain_share,
-                "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
+                "head_flags": args.head_flags, "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
                 "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
     if args.resume:
@@ -799,6 +804,7 @@ def demo(args, ranks: Shard) -> dict:
 
 def main(ranks: Shard = Shard(), argv=None) -> dict:
     args = parse_args(argv)
+    args.target = args.target and eagle3.model_folder(args.target)
     if args.inspect:
         return inspect(args)
     for job, run in ((args.extract, extract), (args.regenerate, regenerate), (args.bench, bench)):
