@@ -2206,7 +2206,7 @@ def open_tensors(path: Path):
 
 
 class TensorFolder:
-    """The tensors of a checkpoint folder: model.safetensors or a sharded index, read one by one, never all at once; or pytorch_model.bin."""
+    """The tensors of a checkpoint folder, read one by one: model.safetensors, a sharded index or (whole) pytorch_model.bin."""
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
@@ -2453,7 +2453,7 @@ def layout_readings(config: dict, target: TargetConfig) -> dict[str, list[tuple[
     """{each key of a head's config.json that lists layer ids: the boundaries that they can mean, the likeliest first}.
 
     eagle_aux_hidden_state_layer_ids are boundaries (vLLM, speculators). AngelSlim's aux_hidden_states_layer_ids, and what is nested in
-    eagle_config (SpecForge, ModelOpt), number the layers whose output is meant, in any order. Both readings are possible where the other one
+    eagle_config (SpecForge, ModelOpt), number the layers whose output is meant, in any order. Both readings are possible where the other
     gives exactly what everyone captures by default, where boundaries are out of order, and of nested ids where SGLang's versions differ.
     """
     L, nested, found = target.num_layers, "eagle_config's eagle_aux_hidden_state_layer_ids", {}
@@ -2487,8 +2487,8 @@ def plausible_layouts(config: dict, target: TargetConfig) -> list[FeatureLayout]
 
 
 def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, target: TargetConfig, where: str) -> FeatureLayout:
-    """The layout that a head carries, our feature_layout or else what its layer ids mean, or if it carries none the stated one; compared with
-    every other place that states one. Raises LayoutMismatch where they differ, or where it takes --layers to tell."""
+    """The layout that a head carries, our feature_layout or else what its layer ids mean, or if it carries none the stated one; compared
+    with every other place that states one. Raises LayoutMismatch where they differ, or where it takes --layers to tell."""
     readings = layout_readings(config, target)
     own = [FeatureLayout.from_dict(x) for x in (config.get("feature_layout"), json.loads(metadata.get("feature_layout", "null"))) if x]
     if own:
@@ -2505,8 +2505,8 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, targ
             text = lambda found: " or ".join(",".join(map(str, b)) for b in found) or "nothing here"
             says = "; ".join(f"{key} can mean {text(found)}" for key, found in readings.items()) or "it lists no layer ids"
             raise LayoutMismatch(
-                f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them with "
-                "--layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
+                f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them "
+                "with --layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
                 f"{', or '.join(layout.flag for layout in layouts or plausible_layouts(config, target))}; or let serve.py --probe find out")
         layout = layouts[0] if len(agreed) == 1 else stated
     if stated is not None:
@@ -2515,16 +2515,17 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, targ
 
 
 def read_draft_config(config: dict, layout: FeatureLayout) -> DraftConfig:
-    """From a plain_draft_config, and the layout that it carries or that was stated for it. Raises ValueError for what is no EAGLE-3 head."""
+    """From a plain_draft_config, and the layout that it carries or that was stated for it. ValueError for what is no EAGLE-3 head."""
     for key, only in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("target_hidden_size", layout.hidden_size)):
         if config.get(key, only) != only:
             raise ValueError(f"a head for this target must have {key} {only}: its config.json says {config[key]}")
     if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise ValueError("the head reads only the target's last hidden state (use_aux_hidden_state is false): that is not supported")
     heads = config_value(config, "num_attention_heads")
-    sizes = read_sizes({"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads, "rms_norm_eps": 1e-6, **config})
-    return DraftConfig(layout, draft_vocab_size=config.get("draft_vocab_size", sizes["vocab_size"]), rope=RopeConfig.from_json(config), **sizes,
-                       **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
+    defaults = {"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads, "rms_norm_eps": 1e-6}
+    sizes, flags = read_sizes({**defaults, **config}), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
+    drafted = config.get("draft_vocab_size", sizes["vocab_size"])
+    return DraftConfig(layout, draft_vocab_size=drafted, rope=RopeConfig.from_json(config), **sizes, **flags)
 
 
 def require_own_embedding(stored: TensorFolder, name: str, target: Target | TargetEnds) -> None:
@@ -2555,7 +2556,8 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
     if config.get("target_fingerprint") and target.fingerprint:
         require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
     if config.get("architectures") == ["LlamaForCausalLM"] and head_config.rope.theta != 10000:
-        warnings.warn(f"{folder} says rope base {head_config.rope.theta:g}; the official trainer always uses 10000: serve.py --probe tries both")
+        warnings.warn(f"{folder} says rope base {head_config.rope.theta:g}, but the official trainer always uses 10000: serve.py --probe "
+                      "tries both")
     weight, names = target.norm.weight, draft_tensor_names(tensors)
     with torch.device("meta"):
         head = DraftHead(head_config, shard=getattr(target, "shard", Shard()))
@@ -3157,9 +3159,10 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
 # -----------------------------------------------------------------------------
 # 17. Wiring check
 # Tells a head that is fed wrongly from one that is weak. Stored hidden states are compared with all that the target computes for the same
-# tokens; where nothing is stored, the head is fed other hidden states, to see whether it knows some of them better: so is one that does not say
-# what it was trained on. Needs: 5, 7, 8.
+# tokens; where nothing is stored, or where a head does not say what it was trained on, it is fed other hidden states, to see which it knows
+# best. Needs: 5, 7, 8, 13.
 
+TELLS = 0.05  # first-step accuracy from which on a head knows something
 MATCH = 0.9  # similarity from which on two blocks are the same boundary; neighbouring boundaries of real models lie well below
 
 
@@ -3258,7 +3261,7 @@ class FoundFeatures(NamedTuple):
     def is_better(self) -> bool:
         """A well-wired head gains nothing from other hidden states, and an untrained one guesses nothing with any (SmolLM2, a head after 300
         steps: the next boundaries cost it 0.8 % of its loss and 3 % of its accuracy, others up to 20 and 40 %)."""
-        return self.accuracy >= 0.05 and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
+        return self.accuracy >= TELLS and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
 
 
 class FeatureScores:
@@ -3267,7 +3270,8 @@ class FeatureScores:
     def __init__(self, head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, ttt_steps: int):
         self.head, self.prepared = head, []
         for tokens, loss_mask in rows:
-            captures = {int(name[2:]): hidden[None] for name, hidden in all_boundaries(target, tokens).items() if not name.endswith("normed")}
+            hidden = all_boundaries(target, tokens)
+            captures = {b: hidden[f"h.{b}"][None] for b in range(target.config.num_layers + 1)}
             self.prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, ttt_steps), captures))
 
     @torch.no_grad()
@@ -3290,9 +3294,9 @@ class Probed(NamedTuple):
         return self.losses.mean().item()
 
     def is_clearly_better(self, other: "Probed") -> bool:
-        """By more than three standard errors over the rows, and half a per cent; a head that guesses next to nothing tells nothing."""
+        """By three standard errors over the rows, and half a per cent."""
         gain = other.losses - self.losses
-        return self.accuracy >= 0.05 and gain.mean().item() >= max(0.005 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
+        return self.accuracy >= TELLS and gain.mean().item() >= max(0.005 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
 
 
 def rewire(head: DraftHead, layout: FeatureLayout, rope: RopeConfig) -> None:
@@ -3303,8 +3307,8 @@ def rewire(head: DraftHead, layout: FeatureLayout, rope: RopeConfig) -> None:
 
 def probe_layouts(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, layouts: list[FeatureLayout], ropes: list[RopeConfig],
                   ttt_steps: int, progress=lambda x: x) -> list[Probed]:
-    """The head with each of these layouts (as wide as its own) and ropes, on rows of (tokens [T], loss_mask [T]), the best first. It is left
-    wired as the best."""
+    """The head with each of these layouts (as wide as its own) and ropes, on rows of (tokens [T], loss_mask [T]), the best first. It is
+    left wired as the best."""
     scores, probed = FeatureScores(head, rows, target, ttt_steps), []
     for layout, rope in progress(list(itertools.product(layouts, ropes))):
         rewire(head, layout, rope)
@@ -3387,8 +3391,8 @@ def model_folder(name: str) -> str:
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name
     try:
-        hub = require_package("huggingface_hub")
-        return hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.model", "*.txt", "*.jinja", "*.py"])
+        patterns = ["*.json", "*.safetensors", "pytorch_model.bin", "*.model", "*.txt", "*.jinja", "*.py"]
+        return require_package("huggingface_hub").snapshot_download(name, allow_patterns=patterns)
     except (ValueError, OSError) as error:  # the hub's errors are OSErrors
         raise ValueError(f"{name} is no folder here, nor could it be had from the Hugging Face hub: {str(error).splitlines()[0]}") from None
 

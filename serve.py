@@ -59,8 +59,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--raw", action="store_true", help="no chat template")
     add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
-    add("--probe", metavar="FILE", nargs="?", const="", help="find the layout of a head that does not say it for certain, on the target's answers to the "
-        "prompts in a JSONL file (default: to some questions)")
+    add("--probe", metavar="FILE", nargs="?", const="", help="find the layout of a head that does not say it for certain, on the target's "
+        "answers to the prompts in a JSONL file (default: to some questions)")
     add("--save", metavar="DIR", help="--probe: write the head there with what was found, in this project's format")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
     add("--plan", type=int, metavar="RANKS", help="memory and reading per rank, and whether it fits; without loading weights")
@@ -99,8 +99,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.probe, args.plan))
     if jobs > 1:
-        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA, --probe and --plan RANKS "
-                         "(none: the server)")
+        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA, --probe and "
+                         "--plan RANKS (none: the server)")
     if args.plan and not args.target or not args.plan and (args.memory or args.bandwidth) or jobs and not args.plan and args.max_length:
         raise ValueError("--plan needs --target; --memory and --bandwidth belong to --plan, --max-length to --plan and the server")
     args.max_batch = (1 if jobs else 8) if args.max_batch is None else args.max_batch
@@ -640,7 +640,7 @@ def answered_rows(args, target: eagle3.Target) -> list[eagle3.Row]:
 
 
 def probe(args, ranks: Shard = Shard()) -> dict:
-    """Which features, and which rope base, the head knows best, if one is clearly best."""
+    """Which features, and which rope base, a head knows best, if one is clearly best."""
     if args.save and ranks.size > 1:
         raise ValueError("--save needs the whole head: probe with one process")
     target = load_own_part(args, ranks)
@@ -648,29 +648,29 @@ def probe(args, ranks: Shard = Shard()) -> dict:
     layouts = list(dict.fromkeys(([stated] if stated else []) + eagle3.plausible_layouts(stored, target.config)))
     head = eagle3.load_draft(args.draft, target, *layouts[:1])
     layouts = [layout for layout in layouts if layout.width == head.config.layout.width]
-    ropes = list(dict.fromkeys((head.config.rope, eagle3.RopeConfig(10000.0))))  # SafeAILab's trainer ignores the base that its config states
+    ropes = list(dict.fromkeys((head.config.rope, eagle3.RopeConfig(10000.0))))  # SafeAILab's trainer ignores the config's base
     rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(args, target)]
-    best, *others = probed = eagle3.probe_layouts(head, rows, target, layouts, ropes, CHECK_STEPS, partial(tqdm, desc="layouts", leave=False))
+    bar = lambda name: partial(tqdm, desc=name, leave=False)
+    best, *others = probed = eagle3.probe_layouts(head, rows, target, layouts, ropes, CHECK_STEPS, bar("layouts"))
+    print(f"  {'layers':<16} {'rope base':>10} {'loss':>8} {'accuracy':>9} {'simulated acceptance length':>28}")
+    for p in probed:
+        print(f"  {p.layout.flag:<16} {p.rope.theta:>10g} {p.loss:>8.3f} {p.accuracy:>9.3f} {rounded(p.acceptance)!s:>28}")
+    rivals = [p for p in others if not best.is_clearly_better(p)]
+    found = eagle3.find_features(head, rows[:4], target, bar("other features"))
+    text = lambda p: f"--layers {p.layout.flag} (rope base {p.rope.theta:g})"
+    doubt = ("the head guesses too little with any of them" if best.accuracy < eagle3.TELLS else
+             f"{text(best)} is best, but not clearly better than {', '.join(map(text, rivals))}" if rivals else
+             f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy {found.accuracy:.3f} against "
+             f"{found.wired_accuracy:.3f}): it was trained on those, or on some near them; name what to try with --layers"
+             if found.is_better else None)
+    print(f"cannot tell: {doubt}" if doubt else f"the head was trained on {text(best)}")
+    if args.save and not doubt:
+        print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
     table = [{"layers": p.layout.flag, "rope_theta": p.rope.theta, "loss": rounded(p.loss), "accuracy": rounded(p.accuracy),
               "simulated_acceptance_length": rounded(p.acceptance)} for p in probed]
-    print(f"  {'layers':<16} {'rope base':>10} {'loss':>8} {'accuracy':>9} {'simulated acceptance length':>28}\n" + "\n".join(
-        f"  {p.layout.flag:<16} {p.rope.theta:>10g} {p.loss:>8.3f} {p.accuracy:>9.3f} {rounded(p.acceptance)!s:>28}" for p in probed))
-    rivals = [p for p in others if not best.is_clearly_better(p)]
-    found = eagle3.find_features(head, rows[:4], target, partial(tqdm, desc="other features", leave=False))
-    verdict = "cannot tell" if rivals or found.is_better else "ok"
-    if rivals:
-        print("cannot tell: " + ("the head guesses too little with any" if best.accuracy < 0.05 else f"--layers {best.layout.flag} with rope base "
-              f"{best.rope.theta:g} is best, but not clearly better than " + ", ".join(f"{p.layout.flag} with {p.rope.theta:g}" for p in rivals)))
-    elif found.is_better:
-        print(f"cannot tell: none of these is what it was trained on; it knows boundaries {','.join(map(str, found.boundaries))}, or some near "
-              f"them, better (accuracy {found.accuracy:.3f} against {found.wired_accuracy:.3f}): add one with --layers")
-    else:
-        print(f"the head was trained on --layers {best.layout.flag}, rope base {best.rope.theta:g}")
-        if args.save:
-            print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
-    return {"verdict": verdict, "layers": None if rivals or found.is_better else best.layout.flag, "rope_theta": best.rope.theta,
-            "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
-            "better_boundaries": list(found.boundaries) if found.is_better else None, "saved": args.save if verdict == "ok" else None}
+    return {"verdict": "cannot tell" if doubt else "ok", "cause": doubt, "layers": None if doubt else best.layout.flag,
+            "rope_theta": None if doubt else best.rope.theta, "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
+            "better_boundaries": list(found.boundaries) if found.is_better else None, "saved": None if doubt else args.save}
 
 
 # -----------------------------------------------------------------------------

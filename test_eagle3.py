@@ -658,7 +658,7 @@ def reference_rms(head, x, name):
 
 
 def reference_fuse(head, features):
-    """The published formulas, written apart from eagle3.py (official: cnets.py; the flags of EAGLE-3.1 and speculators): [T,A*C] -> [T,C]."""
+    """The published formulas, written apart from eagle3.py (official cnets.py; EAGLE-3.1's and speculators' flags): [T,A*C] -> [T,C]."""
     if head.config.fc_norm:
         parts = features.split(head.config.layout.hidden_size, -1)
         features = torch.cat([reference_rms(head, part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
@@ -1605,8 +1605,8 @@ def write_foreign_head(folder, system, head):
     c, B = head.config, list(head.config.layout.boundaries)
     tensors, outputs = {name: tensor.clone() for name, tensor in head.state_dict().items()}, [b - 1 for b in B]
     layer = {"model_type": "llama", "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
-             "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps,
-             "max_position_embeddings": 512, "vocab_size": c.vocab_size}
+             "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "num_hidden_layers": 1,
+             "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "max_position_embeddings": 512, "vocab_size": c.vocab_size}
     plain = {"architectures": ["LlamaForCausalLMEagle3"], **layer, "head_dim": c.head_dim, "draft_vocab_size": c.draft_vocab_size,
              "tie_word_embeddings": False, "rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
     nested = lambda ids, **more: {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True, **more}}
@@ -1663,7 +1663,7 @@ def foreign_head(folder, system, boundaries=(2, 4, 5), dtype=torch.float32, **ch
 def test_a_head_of_any_system_loads_as_the_same_head_saved_by_us(tmp_path, system, boundaries):
     target, head = foreign_head(tmp_path / "theirs", system, boundaries)
     save_draft(head, tmp_path / "ours")
-    either = "can mean 3,5,6 or 2,4,5.* such as --layers 3,5,6, or 2,4,5" if boundaries == (3, 5, 6) else None  # layer ids 2,4,5: the default's
+    either = "can mean 3,5,6 or 2,4,5.* such as --layers 3,5,6, or 2,4,5" if boundaries == (3, 5, 6) else None  # ids: the default's
     message = {"SafeAILab": "lists no layer ids.*--layers 2,4,5", "speculators": None, "vLLM": None}.get(system, either)
     stated = None
     if message:
@@ -1703,7 +1703,7 @@ FOREIGN_TRAPS = {  # (system, what is wrong with its folder, what the refusal sa
     "no map": ("SpecForge", with_tensors(lambda t: t.pop("d2t")), "missing d2t"),
     "no map and no mask": ("speculators", with_tensors(lambda t: (t.pop("d2t"), t.pop("t2d"))), "missing d2t"),
     "no lm_head": ("ModelOpt", with_tensors(lambda t: t.pop("lm_head.weight")), "missing lm_head.weight"),
-    "an embedding trained along": ("speculators", with_tensors(lambda t: t["embed_tokens.weight"][40].add_(0.01)), "differs from the target's"),
+    "an embedding trained along": ("vLLM", with_tensors(lambda t: t["embed_tokens.weight"][40].add_(0.01)), "differs from the target's"),
     "a second layer": ("SpecForge", with_config(num_hidden_layers=2), "num_hidden_layers 1"),
     "a norm that the config hides": ("speculators", with_config(norm_before_fc=False), "unexpected input_norm.weight"),
     "both norms before fc": ("speculators", with_config(fc_norm=True), "exclude each other"),
@@ -1718,7 +1718,7 @@ FOREIGN_TRAPS = {  # (system, what is wrong with its folder, what the refusal sa
     "the trainer's ids at the top level": ("vLLM", with_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]), "1,3,4 or 2,4,5"),
     "boundaries nested": ("SpecForge", nested_ids([2, 4, 5]), "3,5,6 or 2,4,5"),
     "boundaries out of order": ("vLLM", with_config(eagle_aux_hidden_state_layer_ids=[5, 2, 3]), "2,3,5 or 3,4,6"),
-    "two kinds of ids that disagree": ("SpecForge", with_config(eagle_aux_hidden_state_layer_ids=[2, 5, 6]), "2,5,6;.*--layers 2,5,6, or 2,4,5"),
+    "two kinds of ids that disagree": ("SpecForge", with_config(eagle_aux_hidden_state_layer_ids=[2, 5, 6]), "--layers 2,5,6, or 2,4,5"),
     "rotary scaling unknown here": ("SpecForge", with_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),
     "more than tensors": ("SafeAILab", lambda folder: torch.save({"fc": Path("x")}, folder / "pytorch_model.bin"), "more than tensors")}
 
@@ -2157,19 +2157,21 @@ def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_miss
 
 
 def wired_rows(wired):
-    return [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    lines = map(json.loads, (wired / "rows.jsonl").read_text().splitlines())
+    return [Row(line["input_ids"], list(map(bool, line["loss_mask"])), "row") for line in lines]
 
 
 def probed(wired, tmp_path, head, *more):
-    prompts = [{"input_ids": row.tokens[:row.loss_mask.index(True)]} for row in wired_rows(wired)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    return serve.probe(serve.parse_args(["--target", str(wired / "target"), "--draft", str(head), "--probe", str(tmp_path / "prompts.jsonl"),
-                                         "--limit", "10", "--max-new-tokens", "30", "--dtype", "float32", *more]))
+    """On the prompts of the rows that the wired head was trained on."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": row.tokens[:row.loss_mask.index(True)]}) + "\n" for row in wired_rows(wired)))
+    return serve.probe(serve.parse_args(["--target", str(wired / "target"), "--draft", str(head), "--probe", str(file), "--limit", "10",
+                                         "--max-new-tokens", "30", "--dtype", "float32", *more]))
 
 
 @pytest.mark.parametrize("layers, keys", [
     ("2,4,5", {}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
-    ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}), ("2,4,5", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}),
+    ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}),
     ("3,5,6", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}), ("3,5,6", {})], ids=str)
 def test_probe_finds_the_layout_of_a_head_whose_ids_were_stripped_shifted_or_reordered(wired, tmp_path, layers, keys):
     layout = FeatureLayout.parse(layers, 32, 8)
@@ -2205,8 +2207,9 @@ def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_pa
     found = probed(wired, tmp_path, tmp_path / "theirs")
     assert (found["verdict"], found["better_boundaries"]) == ("cannot tell", [0, 3, 7]), "none of the candidates is what it was trained on"
     assert probed(wired, tmp_path, tmp_path / "theirs", "--layers", "embed,3,7")["layers"] == "embed,3,7", "unless that is named"
-    result = run_script("serve.py", "--target", wired / "target", "--draft", tmp_path / "weak", "--probe", tmp_path / "prompts.jsonl", check=1)
-    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "cannot tell" and "cannot tell: the head guesses too little" in result.stdout
+    pair = ("--target", wired / "target", "--draft", tmp_path / "weak")
+    result = run_script("serve.py", *pair, "--probe", tmp_path / "prompts.jsonl", check=1)
+    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "cannot tell" and "the head guesses too little" in result.stdout
 
 
 def moved(captures):
@@ -2441,7 +2444,8 @@ def test_the_norms_of_eagle_3_1_and_speculators_are_trained_by_name_saved_and_se
     head = load_draft(tmp_path / "head", load_target(project / "target"))
     assert {flag for flag in DraftConfig.FLAGS if getattr(head.config, flag)} == {"norm_before_fc", "norm_before_residual"}
     assert not torch.equal(head.input_norm.weight, torch.ones_like(head.input_norm.weight)), "its norm learns"
-    served = run_script("serve.py", "--target", project / "target", "--draft", tmp_path / "head", "--prompt-ids", "5,6", "--max-new-tokens", 8)
+    pair = ("--target", project / "target", "--draft", tmp_path / "head")
+    served = run_script("serve.py", *pair, "--prompt-ids", "5,6", "--max-new-tokens", 8)
     assert [int(t) for t in served.stdout.splitlines()[-2].split()] == generate(load_target(project / "target"), [[5, 6]], 8)[0].output
     for flags, message in (((), "head_flags was norm_before_fc"), (("--head-flags", "fc_norm,norm_before_fc"), "exclude each other"),
                            (("--head-flags", "norm"), "takes fc_norm")):

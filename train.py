@@ -576,8 +576,8 @@ def train(args, ranks: Shard = Shard()) -> dict:
     optimizer = new_optimizer(head, args)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
-    settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps, "chain_share": args.chain_share,
-                "head_flags": args.head_flags, "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
+    settings = {"layers": head.config.layout.flag, "head_flags": args.head_flags, "draft_vocab_size": head.config.draft_vocab_size,
+                "ttt_steps": args.ttt_steps, "chain_share": args.chain_share, "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
                 "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
     if args.resume:
