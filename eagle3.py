@@ -3282,11 +3282,10 @@ class FeatureScores:
 
 
 class Probed(NamedTuple):
-    """How a head does with these features and this rope, on some rows."""
-    layout: FeatureLayout
-    rope: RopeConfig
-    losses: Tensor    # [rows]
-    accuracy: float   # of the first step
+    """How a head does, on some rows, when it is said to be this."""
+    config: DraftConfig
+    losses: Tensor            # [rows]
+    accuracy: float           # of the first step
     acceptance: float | None  # simulated
 
     @property
@@ -3299,25 +3298,24 @@ class Probed(NamedTuple):
         return self.accuracy >= TELLS and gain.mean().item() >= max(0.005 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
 
 
-def rewire(head: DraftHead, layout: FeatureLayout, rope: RopeConfig) -> None:
-    """The same weights, said to have been trained on other features, or with another rope."""
-    head.config = replace(head.config, layout=layout, rope=rope)
-    head.rope_frequencies.copy_(rope.frequencies(head.config.head_dim))
+def rewire(head: DraftHead, config: DraftConfig) -> None:
+    """The same weights, said to have been trained on other features, with another rope or norm_before_residual."""
+    head.config, head.midlayer.norm_before_residual = config, config.norm_before_residual
+    head.rope_frequencies.copy_(config.rope.frequencies(config.head_dim))
 
 
-def probe_layouts(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, layouts: list[FeatureLayout], ropes: list[RopeConfig],
-                  ttt_steps: int, progress=lambda x: x) -> list[Probed]:
-    """The head with each of these layouts (as wide as its own) and ropes, on rows of (tokens [T], loss_mask [T]), the best first. It is
-    left wired as the best."""
+def probe_configs(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, configs: list[DraftConfig], ttt_steps: int,
+                  progress=lambda x: x) -> list[Probed]:
+    """The head rewired as each of these, on rows of (tokens [T], loss_mask [T]), the best first. It is left as the best."""
     scores, probed = FeatureScores(head, rows, target, ttt_steps), []
-    for layout, rope in progress(list(itertools.product(layouts, ropes))):
-        rewire(head, layout, rope)
-        by_row = scores.of(layout.boundaries)
+    for config in progress(configs):
+        rewire(head, config)
+        by_row = scores.of(config.layout.boundaries)
         total = sum(by_row, TTTStats.zeros(ttt_steps))
         losses = broadcast(torch.tensor([stats.loss for stats in by_row], dtype=torch.float64), target.shard)
-        probed.append(Probed(layout, rope, losses, total.accuracy[0], total.simulated_acceptance_length))
+        probed.append(Probed(config, losses, total.accuracy[0], total.simulated_acceptance_length))
     probed.sort(key=lambda p: p.loss)
-    rewire(head, probed[0].layout, probed[0].rope)
+    rewire(head, probed[0].config)
     return probed
 
 

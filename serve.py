@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -649,28 +649,30 @@ def probe(args, ranks: Shard = Shard()) -> dict:
     head = eagle3.load_draft(args.draft, target, *layouts[:1])
     layouts = [layout for layout in layouts if layout.width == head.config.layout.width]
     ropes = list(dict.fromkeys((head.config.rope, eagle3.RopeConfig(10000.0))))  # SafeAILab's trainer ignores the config's base
+    residuals = (True, False) if "speculators_config" in stored else (head.config.norm_before_residual,)  # readers' defaults differ
+    configs = [replace(head.config, layout=layout, rope=rope, norm_before_residual=normed)
+               for layout, rope, normed in itertools.product(layouts, ropes, residuals)]
     rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(args, target)]
     bar = lambda name: partial(tqdm, desc=name, leave=False)
-    best, *others = probed = eagle3.probe_layouts(head, rows, target, layouts, ropes, CHECK_STEPS, bar("layouts"))
-    print(f"  {'layers':<16} {'rope base':>10} {'loss':>8} {'accuracy':>9} {'simulated acceptance length':>28}")
-    for p in probed:
-        print(f"  {p.layout.flag:<16} {p.rope.theta:>10g} {p.loss:>8.3f} {p.accuracy:>9.3f} {rounded(p.acceptance)!s:>28}")
+    best, *others = probed = eagle3.probe_configs(head, rows, target, configs, CHECK_STEPS, bar("layouts"))
+    table = [{"layers": p.config.layout.flag, "rope_theta": p.config.rope.theta, "norm_before_residual": p.config.norm_before_residual,
+              "loss": rounded(p.loss), "accuracy": rounded(p.accuracy), "simulated_acceptance_length": rounded(p.acceptance)} for p in probed]
+    for line in (dict(zip(table[0], table[0])), *table):
+        print("  " + "".join(f"{value!s:<{max(len(key) + 2, 10)}}" for key, value in line.items()))
     rivals = [p for p in others if not best.is_clearly_better(p)]
-    found = eagle3.find_features(head, rows[:4], target, bar("other features"))
-    text = lambda p: f"--layers {p.layout.flag} (rope base {p.rope.theta:g})"
-    doubt = ("the head guesses too little with any of them" if best.accuracy < eagle3.TELLS else
-             f"{text(best)} is best, but not clearly better than {', '.join(map(text, rivals))}" if rivals else
-             f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy {found.accuracy:.3f} against "
-             f"{found.wired_accuracy:.3f}): it was trained on those, or on some near them; name what to try with --layers"
-             if found.is_better else None)
+    found = None if best.accuracy < eagle3.TELLS else eagle3.find_features(head, rows[:4], target, bar("other features"))
+    better = found is not None and found.is_better
+    text = lambda p: f"--layers {p.config.layout.flag} (rope base {p.config.rope.theta:g}, norm_before_residual {p.config.norm_before_residual})"
+    doubt = ("the head guesses too little with any of them" if found is None else
+             f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy {found.accuracy:.3f} "
+             f"against {found.wired_accuracy:.3f}): it was trained on those, or on some near them; name what to try with --layers" if better else
+             f"{text(best)} is best, but not clearly better than {', '.join(map(text, rivals))}" if rivals else None)
     print(f"cannot tell: {doubt}" if doubt else f"the head was trained on {text(best)}")
     if args.save and not doubt:
         print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
-    table = [{"layers": p.layout.flag, "rope_theta": p.rope.theta, "loss": rounded(p.loss), "accuracy": rounded(p.accuracy),
-              "simulated_acceptance_length": rounded(p.acceptance)} for p in probed]
-    return {"verdict": "cannot tell" if doubt else "ok", "cause": doubt, "layers": None if doubt else best.layout.flag,
-            "rope_theta": None if doubt else best.rope.theta, "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
-            "better_boundaries": list(found.boundaries) if found.is_better else None, "saved": None if doubt else args.save}
+    return {"verdict": "cannot tell" if doubt else "ok", "cause": doubt, "layers": None if doubt else best.config.layout.flag,
+            "rope_theta": None if doubt else best.config.rope.theta, "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
+            "better_boundaries": list(found.boundaries) if better else None, "saved": None if doubt else args.save}
 
 
 # -----------------------------------------------------------------------------

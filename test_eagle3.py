@@ -2196,6 +2196,15 @@ def test_probe_finds_the_rope_base_that_the_official_trainer_used_whatever_its_c
     assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", "2,4,5", 10000), found
 
 
+def test_probe_finds_the_flag_that_readers_of_a_speculators_head_take_for_different_things_where_it_is_absent(wired, tmp_path):
+    head = load_draft(wired / "head", load_target(wired / "target"))
+    write_foreign_head(tmp_path / "theirs", "speculators", head)
+    edit_json(tmp_path / "theirs" / "config.json", norm_before_residual=...)
+    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
+    assert found["verdict"] == "ok" and not found["table"][0]["norm_before_residual"], found
+    assert load_draft(tmp_path / "saved", head.target).config == head.config
+
+
 def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_path):
     target = load_target(wired / "target")
     save_draft(random_head(target), tmp_path / "untrained")
