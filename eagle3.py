@@ -2437,7 +2437,8 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
 
 # -----------------------------------------------------------------------------
 # 13. Checkpoints
-# Only safetensors; strict both ways; every file is written under a temporary name and renamed, so a file that exists is whole. Needs: 1, 2, 5, 7.
+# Strict both ways; only tensors are ever unpickled; every file is written under a temporary name and renamed, so one that exists is whole.
+# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1, 2, 5, 7.
 
 
 def read_json(path: Path) -> dict:
@@ -2472,9 +2473,28 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     os.replace(temporary, path)
 
 
+def unpickle(path: Path):
+    """What a .pt, .ckpt, .ckpt.gz or .bin file holds, if that is tensors only; else ValueError."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            return torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:  # torch.load raises all of these
+        raise ValueError(f"{path} cannot be read, or holds more than tensors: {str(error).splitlines()[0]}") from None
+
+
+class PickledTensors(dict):
+    """A .bin file's tensors, to be read as a safetensors file is."""
+    get_tensor = get_slice = dict.__getitem__
+
+    def metadata(self) -> None:
+        return None
+
+
 def open_tensors(path: Path):
-    """A lazily read safetensors file; ValueError where it is torn."""
+    """A lazily read safetensors file, or a .bin file; ValueError where it is torn."""
     from safetensors import SafetensorError, safe_open
+    if path.suffix == ".bin":
+        return PickledTensors(unpickle(path))
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -2482,17 +2502,18 @@ def open_tensors(path: Path):
 
 
 class TensorFolder:
-    """The tensors of a checkpoint folder, model.safetensors or a sharded index; read one by one, never all at once. A text and vision
-    model's text part has its own names, the rest is left out; quantised weights (see read_quantization) look like plain ones."""
+    """The tensors of a checkpoint folder, read one by one: model.safetensors, a sharded index or (whole) pytorch_model.bin. A text and
+    vision model's text part has its own names, the rest is left out; quantised weights (see read_quantization) look like plain ones."""
     PARTS = re.compile(r"(?<=\.)weight_(packed|scale|scale_inv|shape)$")  # what a quantised weight is stored as
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder (it must hold config.json and model.safetensors)")
-        index = folder / "model.safetensors.index.json"
-        sharded = index.exists() and not (folder / "model.safetensors").exists()
-        names = sorted(set(config_value(read_json(index), "weight_map", str(index)).values())) if sharded else ["model.safetensors"]
+        found = (name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin") if (folder / name).exists())
+        names = [next(found, "model.safetensors")]
+        if names[0].endswith(".json"):
+            names = sorted(set(config_value(read_json(folder / names[0]), "weight_map", str(folder / names[0])).values()))
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise FileNotFoundError(f"{folder} lacks {', '.join(absent)}")
@@ -2507,27 +2528,30 @@ class TensorFolder:
         return name in self.files or f"{name}_packed" in self.files
 
     def _stored(self, name: str):
+        if name not in self.files:
+            raise ValueError(f"{self.folder} lacks {name}")
         file, stored = self.files[name]
         return file.get_slice(stored)
 
     def shape(self, name: str) -> list[int]:
-        if name in self.files:
-            return self._stored(name).get_shape()
-        rows, words = self._stored(f"{name}_packed").get_shape()
-        return [rows, 8 * words]
+        if name not in self.files:
+            rows, words = self._stored(f"{name}_packed").get_shape()
+            return [rows, 8 * words]
+        stored = self._stored(name)
+        return list(stored.shape) if isinstance(stored, Tensor) else stored.get_shape()
 
     def tensor(self, name: str, split: Split | None = None) -> Tensor:
         """The whole tensor, or one rank's part of it: no more is read."""
-        part = lambda name: self._stored(name)[... if split is None else (slice(None),) * split.dim + (split.among(self._stored(name).get_shape()[split.dim]),)]
+        index = lambda name: ... if split is None else (slice(None),) * split.dim + (split.among(self.shape(name)[split.dim]),)
+        part = lambda name: self._stored(name)[index(name)]
         if name not in self.files:
             return unpack_int4(part(f"{name}_packed"), part(f"{name}_scale"))
         if f"{name}_scale_inv" not in self.files:
             return part(name)
-        scale, shape = self.tensor(f"{name}_scale_inv"), self.shape(name)  # one for each block of 128 x 128
-        index = [torch.arange(n) // 128 for n in shape]
+        scale, blocks = self.tensor(f"{name}_scale_inv"), [torch.arange(n) // 128 for n in self.shape(name)]  # one scale for 128 x 128 values
         if split:
-            index[split.dim] = index[split.dim][split.part]
-        return part(name).to(scale.dtype) * scale[index[0]][:, index[1]]
+            blocks[split.dim] = blocks[split.dim][split.part]
+        return part(name).to(scale.dtype) * scale[blocks[0]][:, blocks[1]]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         return self._stored(name)[start:start + count]
@@ -2676,36 +2700,41 @@ def save_target(target: Target, folder: str | Path) -> None:
     write_text(folder / "config.json", json.dumps(replace(target.config, dtype=dtype).to_json(), indent=1))
 
 
-def served_by(config: DraftConfig) -> tuple[str, str]:
-    """(the architecture name to write, one line that says which servers load it). SGLang falls back to its default layers in silence where
-    it cannot read a head's boundaries, so a head that it cannot express gets a name that it refuses."""
+# SGLang takes nested layer ids for 0-based layers whose output is meant, boundary id + 1; with these targets only where the first id is 1,
+# and otherwise for boundaries (sglang #25454; before it, always id + 1)
+SGLANG_BOUNDARY_IDS = ("Deepseek", "Kimi", "Glm4MoeLite")
+
+
+def served_by(config: DraftConfig, target_architecture: str) -> tuple[str, list[int], str]:
+    """(the architecture name to write, SGLang's layer ids, one line that says which servers load it). Where SGLang cannot read a head's
+    boundaries it falls back to its default layers in silence, so a head that it cannot express gets a name that it refuses."""
     layout = config.layout
-    sglang_cannot = [f"boundary {b}" for b in layout.boundaries if b in (0, layout.num_layers)]
+    verbatim = target_architecture.startswith(SGLANG_BOUNDARY_IDS) and layout.boundaries[0] != 2
+    sglang_cannot = [f"boundary {b}" for b in layout.boundaries if b in (0, 1 if verbatim else 0, layout.num_layers)]
     sglang_cannot += [flag for flag in ("norm_before_fc", "norm_before_residual") if getattr(config, flag)]
     sglang_cannot += ["an embedding of its own"] if config.hidden_size != layout.hidden_size else []
     since = [pull for flag, pull in (("norm_before_fc", "#38111"), ("fc_norm", "#46488"), ("norm_output", "#46488"))
              if getattr(config, flag)]
     vllm = "vLLM" + (f" (with {since[0]})" if since else "")
     if sglang_cannot:
-        return "Eagle3LlamaForCausalLM", f"loads in {vllm}; SGLang refuses it, since it cannot serve {', '.join(sglang_cannot)}"
-    return "LlamaForCausalLMEagle3", f"loads in SGLang (0.5.14 or newer) and {vllm}"
+        return "Eagle3LlamaForCausalLM", [], f"loads in {vllm}; SGLang refuses it, since it cannot serve {', '.join(sglang_cannot)}"
+    ids = [b if verbatim else b - 1 for b in layout.boundaries]
+    return "LlamaForCausalLMEagle3", ids, f"loads in SGLang ({'with #25454' if verbatim else '0.5.14 or newer'}) and {vllm}"
 
 
 def save_draft(head: DraftHead, folder: str | Path, dtype: str | None = None) -> str:
     """Write the head's folder, as SGLang and vLLM read it, too; returns one line that says which of them will."""
     folder, config = Path(folder), head.config
     folder.mkdir(parents=True, exist_ok=True)
-    architecture, servers = served_by(config)
-    boundaries = list(config.layout.boundaries)
-    stored = {  # vLLM reads the top-level ids, as boundaries; SGLang the nested ones, as 0-based layers whose output is meant
+    architecture, sglang_ids, servers = served_by(config, head.target.config.architecture if head.target else "")
+    stored = {  # vLLM reads the top-level ids, as boundaries; SGLang the nested ones
         "architectures": [architecture], "model_type": "llama", "hidden_act": "silu", **write_sizes(config), "num_hidden_layers": 1,
         "target_hidden_size": config.layout.hidden_size, "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bias": False,
         "torch_dtype": dtype or str(head.norm.weight.dtype).removeprefix("torch."), **config.rope.to_json(),
         **{flag: getattr(config, flag) for flag in DraftConfig.FLAGS},
-        "eagle_aux_hidden_state_layer_ids": boundaries,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [b - 1 for b in boundaries], "use_aux_hidden_state": True}
-        if architecture == "LlamaForCausalLMEagle3" else None,
+        "eagle_aux_hidden_state_layer_ids": list(config.layout.boundaries),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": sglang_ids, "use_aux_hidden_state": True} if sglang_ids else None,
         "feature_layout": config.layout.to_dict(), "target_fingerprint": head.target.fingerprint if head.target else None}
     wanted = torch_dtype(stored["torch_dtype"])
     tensors = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in head.state_dict().items()}
@@ -2714,54 +2743,173 @@ def save_draft(head: DraftHead, folder: str | Path, dtype: str | None = None) ->
     return servers
 
 
-def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
-    """d2t holds offsets: i + d2t[i] strictly ascending, within the target's vocabulary, and equal to t2d's true positions."""
-    ids = torch.arange(len(d2t)) + d2t
-    if not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= len(t2d):
-        raise ValueError("d2t must hold offsets (target id = i + d2t[i], strictly ascending and within the vocabulary): it does not; "
-                         "were absolute ids written instead?")
-    if not torch.equal(t2d.nonzero().flatten(), ids):
-        raise ValueError("d2t and t2d contradict each other: t2d's true positions must be i + d2t[i]")
+TENSOR_NAMES = (("model.", ""), ("layers.0.", "midlayer."),  # how other systems' names begin, and ours
+                ("aux_norm_low.", "fc_norm.0."), ("aux_norm_mid.", "fc_norm.1."), ("aux_norm_high.", "fc_norm.2."))
 
 
-def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, where: str) -> FeatureLayout:
-    """The layout that a head carries or, if it carries none, the stated one; compared with every other place that states one."""
-    if "feature_layout" not in config and stated is None:
-        raise LayoutMismatch(f"{where} does not say which hidden states it was trained on, and no default is assumed: state them with "
-                             "--layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0)")
-    layout = FeatureLayout.from_dict(config["feature_layout"]) if "feature_layout" in config else stated
-    if "feature_layout" in metadata:
-        layout.require(FeatureLayout.from_dict(json.loads(metadata["feature_layout"])), f"{where}/config.json's", "its weight file's")
-    if "eagle_aux_hidden_state_layer_ids" in config:
-        ids = tuple(config["eagle_aux_hidden_state_layer_ids"])
-        layout.require(replace(layout, boundaries=ids), f"the draft head's ({where})", "its own eagle_aux_hidden_state_layer_ids")
+def draft_tensor_names(tensors: TensorFolder) -> dict[str, str]:
+    """{our name: stored name} for every tensor of a head's folder."""
+    names = {}
+    for stored in tensors.files:
+        name = stored
+        for theirs, ours in TENSOR_NAMES:
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        if name in names:
+            raise ValueError(f"{tensors.folder} holds {name} twice: as {names[name]} and as {stored}")
+        names[name] = stored
+    return names
+
+
+def read_draft_ids(tensors: TensorFolder, names: dict[str, str], size: int, vocab_size: int) -> Tensor:
+    """The target ids [Vd] that a head can draft: from d2t, which holds offsets, checked against the mask t2d where that is there. Raises
+    ValueError where they are not sound, and where there is no t2d and d2t looks like absolute ids, or as if nobody had filled it in."""
+    d2t, t2d = (tensors.tensor(names[name]).cpu() if name in names else None for name in ("d2t", "t2d"))
+    if d2t is None and size < vocab_size:
+        raise ValueError(f"{tensors.folder}: missing d2t: nothing else says which {size} of {vocab_size} tokens the head drafts")
+    d2t = torch.zeros(size, dtype=torch.int64) if d2t is None else d2t.long()
+    if d2t.shape != (size,) or t2d is not None and t2d.shape != (vocab_size,):
+        raise ValueError(f"{tensors.folder}: d2t must be [{size}] and t2d [{vocab_size}]: "
+                         f"got {[list(x.shape) for x in (d2t, t2d) if x is not None]}")
+    ids, steps, masked = torch.arange(size) + d2t, d2t.diff(), None if t2d is None else t2d.nonzero().flatten()
+    rule = f"{tensors.folder}: d2t must hold offsets (target id = i + d2t[i], strictly ascending, offsets within 0..{vocab_size - size})"
+    if not bool((steps >= 0).all()) or d2t[0] < 0 or d2t[-1] > vocab_size - size or masked is not None and torch.equal(masked, d2t):
+        absolute = bool((steps > 0).all()) and d2t[0] >= 0 and d2t[-1] < vocab_size
+        raise ValueError(f"{rule}: it " + ("holds absolute ids; write d2t[i] - i" if absolute else "does not"))
+    if masked is not None and not torch.equal(masked, ids):
+        raise ValueError(f"{tensors.folder}: d2t and t2d contradict each other: t2d's true positions must be i + d2t[i]")
+    if masked is None and size < vocab_size and (not d2t.any() or bool((steps > 0).all())):
+        raise ValueError(f"{rule}: it is all zeros, or never has two equal neighbours, so it probably holds no map, or absolute ids; "
+                         "if it is right, store t2d (the mask over the target's vocabulary), too")
+    return ids
+
+
+def plain_draft_config(config: dict) -> dict:
+    """A head's config.json with our keys, whichever system wrote it: speculators nests the layer's sizes, ModelOpt some flags."""
+    nested = config.get("eagle_config") or {}
+    flags = {"norm_before_residual": True} if "speculators_config" in config else {}  # vLLM's default in such a config
+    flags.update({flag: nested[flag] for flag in DraftConfig.FLAGS if flag in nested})
+    return {**(config.get("transformer_layer_config") or {}), **flags, **{key: value for key, value in config.items() if value is not None}}
+
+
+def layout_readings(config: dict, target: TargetConfig) -> dict[str, list[tuple[int, ...]]]:
+    """{each key of a head's config.json that lists layer ids: the boundaries that they can mean, the likeliest first}.
+
+    eagle_aux_hidden_state_layer_ids are boundaries (vLLM, speculators). AngelSlim's aux_hidden_states_layer_ids, and what is nested in
+    eagle_config (SpecForge, ModelOpt), number the layers whose output is meant, in any order. Both readings are possible where the other
+    gives exactly what everyone captures by default, where boundaries are out of order, and of nested ids where SGLang's versions differ.
+    """
+    L, nested, found = target.num_layers, "eagle_config's eagle_aux_hidden_state_layer_ids", {}
+    config = {**config, nested: (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")}
+    for key, plus in (("eagle_aux_hidden_state_layer_ids", 0), ("aux_hidden_states_layer_ids", 1), (nested, 1)):
+        ids = config.get(key)
+        if not ids:
+            continue
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids) or len(set(ids)) < len(ids):
+            raise ValueError(f"config.json's {key} must be a list of different layer ids: got {ids!r}")
+        read, other = (tuple(i + add for i in sorted(ids)) for add in (plus, 1 - plus))
+        versions_differ = key == nested and target.architecture.startswith(SGLANG_BOUNDARY_IDS) and read[0] != 2
+        both = versions_differ or other == (2, L // 2, L - 3) or not plus and ids != sorted(ids)
+        found[key] = [b for b in ((read, other) if both else (read,)) if b[0] >= 0 and b[-1] <= L]
+    return found
+
+
+def plausible_layouts(config: dict, target: TargetConfig) -> list[FeatureLayout]:
+    """What a head may have been trained on, the likeliest first: what its config.json can mean, the same one higher and one lower, and what
+    some system captures by default."""
+    L, readings = target.num_layers, [b for found in layout_readings(config, target).values() for b in found]
+    own = [tuple(config["feature_layout"]["boundaries"])] if "feature_layout" in config else []
+    near = [tuple(b + add for b in read) for read in (*own, *readings) for add in (1, -1)]
+    defaults = [(2, L // 2, L - 3),      # SafeAILab, SGLang, vLLM, SpecForge, AngelSlim, ModelOpt
+                (3, L // 2 + 1, L - 2),  # speculators 0.3 and 0.4
+                (2, L // 2 + 1, L - 3),  # SpecForge, online, in autumn 2025
+                (1, L // 2 - 1, L - 4),  # the default's layer ids taken for boundaries
+                (0, 1, 2)]               # SafeAILab's trainer on an unpatched target
+    valid = lambda b: 0 <= b[0] and b[-1] <= L and all(x < y for x, y in zip(b, b[1:]))
+    return [FeatureLayout(b, target.hidden_size, L) for b in dict.fromkeys((*own, *readings, *near, *defaults)) if valid(b)]
+
+
+def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, target: TargetConfig, where: str) -> FeatureLayout:
+    """The layout that a head carries, our feature_layout or else what its layer ids mean, or if it carries none the stated one; compared
+    with every other place that states one. Raises LayoutMismatch where they differ, or where it takes --layers to tell."""
+    readings = layout_readings(config, target)
+    own = [FeatureLayout.from_dict(x) for x in (config.get("feature_layout"), json.loads(metadata.get("feature_layout", "null"))) if x]
+    if own:
+        layout = own[0]
+        layout.require(own[-1], f"{where}/config.json's", "its weight file's")
+        if "eagle_aux_hidden_state_layer_ids" in config:
+            layout.require(replace(layout, boundaries=tuple(config["eagle_aux_hidden_state_layer_ids"])), f"the draft head's ({where})",
+                           "its own eagle_aux_hidden_state_layer_ids")
+    else:
+        possible = list(dict.fromkeys(b for found in readings.values() for b in found))
+        agreed = [b for b in possible if all(b in found for found in readings.values())]
+        layouts = [FeatureLayout(b, target.hidden_size, target.num_layers) for b in agreed or possible]
+        if len(agreed) != 1 and (stated is None or layouts and stated not in layouts):
+            text = lambda found: " or ".join(",".join(map(str, b)) for b in found) or "nothing here"
+            says = "; ".join(f"{key} can mean {text(found)}" for key, found in readings.items()) or "it lists no layer ids"
+            raise LayoutMismatch(
+                f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them "
+                "with --layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
+                f"{', or '.join(layout.flag for layout in layouts or plausible_layouts(config, target))}; or let serve.py --probe find out")
+        layout = layouts[0] if len(agreed) == 1 else stated
     if stated is not None:
         layout.require(stated, f"the draft head's ({where})", "the one stated with --layers")
     return layout
 
 
 def read_draft_config(config: dict, layout: FeatureLayout) -> DraftConfig:
-    """A head's config.json and the layout that it carries, or that was stated for it."""
-    return DraftConfig(layout=layout, draft_vocab_size=config_value(config, "draft_vocab_size"), rope=RopeConfig.from_json(config),
-                       **read_sizes(config), **{flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS})
+    """From a plain_draft_config, and the layout that it carries or that was stated for it. ValueError for what is no EAGLE-3 head."""
+    for key, only in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("target_hidden_size", layout.hidden_size)):
+        if config.get(key, only) != only:
+            raise ValueError(f"a head for this target must have {key} {only}: its config.json says {config[key]}")
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise ValueError("the head reads only the target's last hidden state (use_aux_hidden_state is false): that is not supported")
+    heads = config_value(config, "num_attention_heads")
+    defaults = {"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads, "rms_norm_eps": 1e-6}
+    sizes, flags = read_sizes({**defaults, **config}), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
+    drafted = config.get("draft_vocab_size", sizes["vocab_size"])
+    return DraftConfig(layout, draft_vocab_size=drafted, rope=RopeConfig.from_json(config), **sizes, **flags)
+
+
+def require_own_embedding(stored: TensorFolder, name: str, target: Target | TargetEnds) -> None:
+    """Raise ValueError unless a head's own embedding is the target's, but for rounding to either's dtype."""
+    own, shard = target.embed_tokens.weight, getattr(target, "shard", Shard())
+    if stored.shape(name) != [target.config.vocab_size, own.shape[1]]:
+        raise ValueError(f"{stored.folder}: {name} is {stored.shape(name)}, the target's is {[target.config.vocab_size, own.shape[1]]}")
+    first = shard.part(target.config.vocab_size).start
+    for start in range(0, len(own), 8192):
+        ours = own[start:start + 8192].cpu()
+        theirs = stored.rows(name, first + start, len(ours))
+        narrow = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.allclose(ours.to(narrow).float(), theirs.to(narrow).float(), rtol=0, atol=1e-6):
+            raise ValueError(f"{stored.folder}: {name} differs from the target's embedding (another target, or trained along?): "
+                             "here a head shares the target's, so this one cannot be served")
 
 
 def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None,
                dtype: str | None = None) -> DraftHead:
-    """A head's folder -> a DraftHead attached to `target`, split as that is, in dtype (default: the target's), without gradients.
+    """A head's folder, ours or another system's -> a DraftHead attached to `target`, split as that is, in dtype (default: the target's),
+    without gradients.
 
     Raises LayoutMismatch or ValueError if it was trained on other features, for another target or tokenizer, or is not whole.
     """
     folder = Path(folder)
-    tensors, config = TensorFolder(folder), read_json(folder / "config.json")
-    head_config = read_draft_config(config, read_layout(config, tensors.metadata, stated_layout, str(folder)))
+    tensors, config = TensorFolder(folder), plain_draft_config(read_json(folder / "config.json"))
+    head_config = read_draft_config(config, read_layout(config, tensors.metadata, stated_layout, target.config, str(folder)))
     if config.get("target_fingerprint") and target.fingerprint:
         require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
-    weight = target.norm.weight
+    if config.get("architectures") == ["LlamaForCausalLM"] and head_config.rope.theta != 10000:
+        warnings.warn(f"{folder} says rope base {head_config.rope.theta:g}, but the official trainer always uses 10000: serve.py --probe "
+                      "tries both")
+    weight, names = target.norm.weight, draft_tensor_names(tensors)
     with torch.device("meta"):
         head = DraftHead(head_config, shard=getattr(target, "shard", Shard()))
-    load_strictly(head, tensors, {name: name for name in head.state_dict()}, torch_dtype(dtype) if dtype else weight.dtype, weight.device)
-    check_draft_vocabulary(head.d2t.cpu(), head.t2d.cpu())
+    own = {name for name in head.state_dict() if name not in ("d2t", "t2d")}  # these two are read below, a copy of the target's embedding compared
+    load_strictly(head, tensors, {name: names.get(name, name) for name in own}, torch_dtype(dtype) if dtype else weight.dtype, weight.device,
+                  (r"(^|\.)(d2t|t2d|embed_tokens\.weight)$", r"rotary_emb\.inv_freq$"))
+    head.d2t, head.t2d = (torch.empty(x.shape, dtype=x.dtype, device=weight.device) for x in (head.d2t, head.t2d))
+    head.set_draft_ids(read_draft_ids(tensors, names, head_config.draft_vocab_size, head_config.vocab_size))
+    if "embed_tokens.weight" in names and "embed_tokens.weight" not in own:
+        require_own_embedding(tensors, names["embed_tokens.weight"], target)
     broken = [name for name, parameter in head.named_parameters() if not parameter.isfinite().all()]
     if broken:
         raise ValueError(f"{folder}: {', '.join(broken)} is not finite (in {weight.dtype}): the head cannot guess")
@@ -3215,16 +3363,12 @@ def foreign_files(folder: str | Path) -> list[str]:
 def read_foreign(path: Path) -> ForeignRow:
     """A row of SpecForge (input_ids, loss_mask, aux_hidden_state [1,T,3C], hidden_state [1,T,C]), speculators (token_ids, hidden_states [T,n,C],
     or a list of [T,C], the last one the teacher), AngelSlim (input_ids [1,T], hidden_states [1,T,3C], target_hiddens [1,T,C]) or ModelOpt
-    (input_ids, aux_hidden_states [T,3C], hidden_states [T,C]). Only tensors are ever unpickled. Raises ValueError naming the file."""
-    try:
-        if path.suffix == ".safetensors":
-            file = open_tensors(path)
-            data = {name: file.get_tensor(name) for name in file.keys()}
-        else:
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-                data = torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:  # torch.load raises all of these
-        raise ValueError(f"{path} cannot be read, or holds more than tensors: {str(error).splitlines()[0]}") from None
+    (input_ids, aux_hidden_states [T,3C], hidden_states [T,C]). Raises ValueError naming the file."""
+    if path.suffix == ".safetensors":
+        file = open_tensors(path)
+        data = {name: file.get_tensor(name) for name in file.keys()}
+    else:
+        data = unpickle(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, not a dict of tensors")
     flat = lambda x: x.flatten(0, -2) if x.dim() > 2 else x  # [1,T,C] -> [T,C]
@@ -3400,8 +3544,10 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
 # -----------------------------------------------------------------------------
 # 17. Wiring check
 # Tells a head that is fed wrongly from one that is weak. Stored hidden states are compared with all that the target computes for the same
-# tokens; where nothing is stored, the head is fed other hidden states, to see whether it knows some of them better. Needs: 5, 7, 8.
+# tokens; where nothing is stored, or where a head does not say what it was trained on, it is fed other hidden states, to see which it knows
+# best. Needs: 5, 7, 8, 13.
 
+TELLS = 0.05  # first-step accuracy from which on a head knows something
 MATCH = 0.9  # similarity from which on two blocks are the same boundary; neighbouring boundaries of real models lie well below
 
 
@@ -3500,7 +3646,62 @@ class FoundFeatures(NamedTuple):
     def is_better(self) -> bool:
         """A well-wired head gains nothing from other hidden states, and an untrained one guesses nothing with any (SmolLM2, a head after 300
         steps: the next boundaries cost it 0.8 % of its loss and 3 % of its accuracy, others up to 20 and 40 %)."""
-        return self.accuracy >= 0.05 and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
+        return self.accuracy >= TELLS and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
+
+
+class FeatureScores:
+    """Feeds a head the hidden states of any boundaries, on rows of (tokens [T], loss_mask [T])."""
+
+    def __init__(self, head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, ttt_steps: int):
+        self.head, self.prepared = head, []
+        for tokens, loss_mask in rows:
+            hidden = all_boundaries(target, tokens)
+            captures = {b: hidden[f"h.{b}"][None] for b in range(target.config.num_layers + 1)}
+            self.prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, ttt_steps), captures))
+
+    @torch.no_grad()
+    def of(self, boundaries: tuple[int, ...], by: int = 0) -> list[TTTStats]:
+        """A row each, with the features moved `by` tokens to the right."""
+        feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
+        return [ttt_loss(self.head, feed(*item))[1] for item in self.prepared]
+
+
+class Probed(NamedTuple):
+    """How a head does, on some rows, when it is said to be this."""
+    config: DraftConfig
+    losses: Tensor            # [rows]
+    accuracy: float           # of the first step
+    acceptance: float | None  # simulated
+
+    @property
+    def loss(self) -> float:
+        return self.losses.mean().item()
+
+    def is_clearly_better(self, other: "Probed") -> bool:
+        """By three standard errors over the rows, and half a per cent."""
+        gain = other.losses - self.losses
+        return self.accuracy >= TELLS and gain.mean().item() >= max(0.005 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
+
+
+def rewire(head: DraftHead, config: DraftConfig) -> None:
+    """The same weights, said to have been trained on other features, with another rope or norm_before_residual."""
+    head.config, head.midlayer.norm_before_residual = config, config.norm_before_residual
+    head.rope_frequencies.copy_(config.rope.frequencies(config.head_dim))
+
+
+def probe_configs(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, configs: list[DraftConfig], ttt_steps: int,
+                  progress=lambda x: x) -> list[Probed]:
+    """The head rewired as each of these, on rows of (tokens [T], loss_mask [T]), the best first. It is left as the best."""
+    scores, probed = FeatureScores(head, rows, target, ttt_steps), []
+    for config in progress(configs):
+        rewire(head, config)
+        by_row = scores.of(config.layout.boundaries)
+        total = sum(by_row, TTTStats.zeros(ttt_steps))
+        losses = broadcast(torch.tensor([stats.loss for stats in by_row], dtype=torch.float64), target.shard)
+        probed.append(Probed(config, losses, total.accuracy[0], total.simulated_acceptance_length))
+    probed.sort(key=lambda p: p.loss)
+    rewire(head, probed[0].config)
+    return probed
 
 
 @torch.no_grad()
@@ -3508,14 +3709,10 @@ def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
     """What the head seems to have been trained on, by trying: rows of (tokens [T], loss_mask [T]). Shifts, neighbours, orders and single blocks
     are tried, by descent of the first step's loss: a weak head that is fed the next boundary guesses nearly as well, but its loss shows it."""
     layout, L = head.config.layout, head.config.layout.num_layers
-    prepared = []
-    for tokens, loss_mask in rows:
-        captures = {int(name[2:]): hidden[None] for name, hidden in all_boundaries(target, tokens).items() if not name.endswith("normed")}
-        prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, 1), captures))
+    scores = FeatureScores(head, rows, target, 1)
 
     def score(boundaries: tuple[int, ...], by: int) -> tuple[float, float]:  # loss, accuracy
-        feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
-        stats = sum((ttt_loss(head, feed(*item))[1] for item in prepared), TTTStats.zeros(1))
+        stats = sum(scores.of(boundaries, by), TTTStats.zeros(1))
         return tuple(broadcast(torch.tensor([stats.loss, stats.accuracy[0]], dtype=torch.float64), target.shard).tolist())
 
     best, by = layout.boundaries, 0
@@ -3570,6 +3767,17 @@ def is_first_failure() -> bool:
         return dist.distributed_c10d._get_default_store().add("eagle3 failures", 1) == 1
     except RuntimeError:  # whoever kept the store is gone
         return False
+
+
+def model_folder(name: str) -> str:
+    """The folder of that name or, for owner/name where there is none, the Hugging Face hub's repository, downloaded. Raises ValueError."""
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    try:
+        patterns = ["*.json", "*.safetensors", "pytorch_model.bin", "*.model", "*.txt", "*.jinja", "*.py"]
+        return require_package("huggingface_hub").snapshot_download(name, allow_patterns=patterns)
+    except (ValueError, OSError) as error:  # the hub's errors are OSErrors
+        raise ValueError(f"{name} is no folder here, nor could it be had from the Hugging Face hub: {str(error).splitlines()[0]}") from None
 
 
 def run_script(name: str, run) -> None:

@@ -6,6 +6,7 @@
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
     torchrun serve.py --target DIR --draft DIR --check FEATURES|DATA  is the head fed wrongly, or weak?
+    torchrun serve.py --target DIR --draft DIR --probe                which hidden states was somebody else's head trained on?
     python serve.py --target DIR --plan 8 --memory 80 --bandwidth 3350  what each of 8 GPUs would hold and read; loads no weights
 
 torchrun --nproc-per-node N splits target and head over N GPUs (or CPU processes).
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +42,7 @@ import eagle3
 from eagle3 import Engine, FeatureLayout, Sampling, Shard, SpecConfig, SpecStats
 
 DEMO = Path("runs/demo")
+CHECK_ROWS = 8
 TIE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}  # logit gap under which two greedy texts may part by rounding
 
 
@@ -48,8 +50,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     # models
-    add("--target", help="the target's Hugging Face folder (default: the demo's)")
-    add("--draft", help="the head's folder (with --target and no --draft: plain decoding)")
+    add("--target", help="the target's Hugging Face folder, or hub name (default: the demo's)")
+    add("--draft", help="the head's folder, or hub name (with --target and no --draft: plain decoding)")
     add("--layers", help="states the head's boundaries, such as 2,15,27 or embed,3,31; must equal the layout that the head carries")
     # what to do
     add("--prompt", help="text to answer")
@@ -57,6 +59,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--raw", action="store_true", help="no chat template")
     add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
+    add("--probe", metavar="FILE", nargs="?", const="", help="find the layout of a head that does not say it for certain, on the target's "
+        "answers to the prompts in a JSONL file (default: to some questions)")
+    add("--save", metavar="DIR", help="--probe: write the head there with what was found, in this project's format")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
     add("--plan", type=int, metavar="RANKS", help="memory and reading per rank, and whether it fits; without loading weights")
     add("--max-length", type=int, help="prompt and new tokens of a request, for the server (default: 4096, at most the target's context) and --plan "
@@ -64,7 +69,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--memory", type=float, metavar="GB", help="--plan: of a rank")
     add("--bandwidth", type=float, metavar="GB/S", help="--plan: of a rank's memory")
     add("--plot", metavar="FILE.png|svg", help="--bench: draw speed-up and acceptance by prompt category and by depth, and where a round's time goes")
-    add("--limit", type=int, help="at most this many prompts of --bench (default: all)")
+    add("--limit", type=int, help=f"at most this many prompts of --bench (default: all) or --probe (default: {CHECK_ROWS})")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
     add("--max-batch", type=int, help="requests decoded at once by the server (default: 8), in --bench and --plan (default: 1)")
     add("--replay", type=float, metavar="AL", help="--bench the engine itself: the head runs, but its guesses are replaced by the recorded plain "
@@ -92,16 +97,19 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored; float32 on a CPU without bf16 products)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.plan))
+    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.probe, args.plan))
     if jobs > 1:
-        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA and --plan RANKS (none: the server)")
+        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA, --probe and "
+                         "--plan RANKS (none: the server)")
     if args.plan and not args.target or not args.plan and (args.memory or args.bandwidth) or jobs and not args.plan and args.max_length:
         raise ValueError("--plan needs --target; --memory and --bandwidth belong to --plan, --max-length to --plan and the server")
     args.max_batch = (1 if jobs else 8) if args.max_batch is None else args.max_batch
-    if args.check and not (args.target and args.draft):
-        raise ValueError("--check needs --target and --draft")
-    if args.held_out and not args.check:
-        raise ValueError("--held-out belongs to --check")
+    if (args.check or args.probe is not None) and not (args.target and args.draft):
+        raise ValueError("--check and --probe need --target and --draft")
+    if args.held_out and not args.check or args.save and args.probe is None:
+        raise ValueError("--held-out belongs to --check, --save to --probe")
+    if args.save and Path(args.save).exists():
+        raise ValueError(f"--save {args.save}: that is there already; name a folder that is not")
     for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth", "max_queue"):
         if getattr(args, name) is not None and not getattr(args, name) >= (1e-9 if name in ("memory", "bandwidth") else 1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
@@ -116,6 +124,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     if not (args.plan and args.device == "cuda"):  # a plan is for other machines
         args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    args.name = args.name or Path(args.target or DEMO / "target").resolve().name
+    args.target, args.draft = (path and eagle3.model_folder(path) for path in (args.target, args.draft))
     return args
 
 
@@ -126,6 +136,10 @@ def resolve_spec(args) -> SpecConfig | tuple[SpecConfig, ...] | None:
     if args.spec or any(x is None for x in given):
         raise ValueError("--num-steps, --draft-topk and --num-draft-tokens go together, without --spec: give all three, or --spec auto|none")
     return SpecConfig(*given)
+
+
+def stated_layout(args, config: eagle3.TargetConfig) -> FeatureLayout | None:
+    return FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
 
 
 def load_own_part(args, ranks: Shard) -> eagle3.Target:
@@ -144,10 +158,7 @@ def load(args, ranks: Shard):
         if not (args.draft / "config.json").exists():
             raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` "
                                     "(some minutes), or name a --target")
-    stated = None
-    if args.layers:
-        config = eagle3.read_target_config(args.target)
-        stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    stated = stated_layout(args, eagle3.read_target_config(args.target))
     target = load_own_part(args, ranks)
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
     print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}"
@@ -192,10 +203,10 @@ def plan(args) -> dict:
     """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
     config = eagle3.read_target_config(args.target)
     dtype = eagle3.torch_dtype(args.dtype or eagle3.fast_dtype(config.dtype, args.device))
-    stated = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers else None
+    stated = stated_layout(args, config)
     if args.draft:
-        stored = eagle3.read_json(Path(args.draft) / "config.json")
-        own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, args.draft))
+        stored = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json"))
+        own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, config, args.draft))
     else:
         layout, drafted = stated or FeatureLayout.default(config.hidden_size, config.num_layers), min(32000, config.vocab_size)
         own = eagle3.DraftConfig.for_target(config, layout, drafted - drafted % args.plan)
@@ -241,9 +252,9 @@ class Prompt(NamedTuple):
     ids: list[int]
 
 
-def bench_prompts(args, config: eagle3.TargetConfig) -> list[Prompt]:
+def read_prompts(path: str, args, config: eagle3.TargetConfig) -> list[Prompt]:
     prompts, tokenizer = [], cache(partial(eagle3.load_tokenizer, args.target))
-    for name, record in eagle3.read_records(args.bench):
+    for name, record in eagle3.read_records(path):
         if args.limit is not None and len(prompts) == args.limit:
             break
         if record is None:
@@ -259,7 +270,7 @@ def bench_prompts(args, config: eagle3.TargetConfig) -> list[Prompt]:
                              f"got {len(prompt)} ids")
         prompts.append(Prompt(name, str(record.get("category", "all")), prompt))
     if not prompts:
-        raise ValueError(f"{args.bench} holds no prompt")
+        raise ValueError(f"{path} holds no prompt")
     return prompts
 
 
@@ -374,7 +385,7 @@ def bench(args, ranks: Shard) -> dict:
     target, head, spec = load(args, ranks)
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
-    prompts = bench_prompts(args, target.config)
+    prompts = read_prompts(args.bench, args, target.config)
     longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
     kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
     size = dict(max_batch=args.max_batch, max_length=longest, sizes=(args.max_batch,))
@@ -456,7 +467,7 @@ def bench(args, ranks: Shard) -> dict:
             "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-CHECK_ROWS, CHECK_TOKENS, CHECK_STEPS, CHECK_NEW_TOKENS = 8, 512, 4, 48
+CHECK_TOKENS, CHECK_STEPS, CHECK_NEW_TOKENS = 512, 4, 48
 WEAK, GENERALISES = 0.4, 0.6  # first-step accuracy below which a head is weak, and held-out accuracy as a share of that on training rows
 
 
@@ -516,7 +527,7 @@ def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
 def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
     """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
     target = load_own_part(args, ranks)
-    stated = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else None
+    stated = stated_layout(args, target.config)
     own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
     if own:
         same_tokenizer(own, target, "the head was trained")
@@ -618,6 +629,61 @@ def check(args, ranks: Shard = Shard()) -> dict:
         verdict, cause, evidence["error"] = "wiring", getattr(fault, "cause", "layout"), str(fault)
     print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
+
+
+PROBE_QUESTIONS = ("Why is the sky blue?", "Write a Python function that reverses a string.", "Tell me a short story about a lighthouse.",
+                   "How do I make pancakes?", "Explain what a prime number is.", "List five cities in Europe and what each is known for.",
+                   "Write a polite letter that asks for a refund.", "What happened in the year 1969?")
+
+
+def answered_rows(args, target: eagle3.Target) -> list[eagle3.Row]:
+    """The target's own greedy answers, since a head knows those best."""
+    if args.probe:
+        args.limit = args.limit or CHECK_ROWS
+        prompts = [prompt.ids for prompt in read_prompts(args.probe, args, target.config)]
+    else:
+        tokenizer = eagle3.load_tokenizer(args.target)
+        prompts = [eagle3.encode_prompt({"prompt": question}, tokenizer, args.raw) for question in PROBE_QUESTIONS]
+    requests = [r for r in eagle3.generate(target, prompts, args.max_new_tokens) if len(r.output) > 2]
+    if not requests:
+        raise ValueError("the target answers none of the prompts with more than two tokens: name others with --probe FILE.jsonl")
+    return [eagle3.Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "answer") for r in requests]
+
+
+def probe(args, ranks: Shard = Shard()) -> dict:
+    """Which features, and which rope base, a head knows best, if one is clearly best."""
+    if args.save and ranks.size > 1:
+        raise ValueError("--save needs the whole head: probe with one process")
+    target = load_own_part(args, ranks)
+    stored, stated = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json")), stated_layout(args, target.config)
+    layouts = list(dict.fromkeys(([stated] if stated else []) + eagle3.plausible_layouts(stored, target.config)))
+    head = eagle3.load_draft(args.draft, target, *layouts[:1])
+    layouts = [layout for layout in layouts if layout.width == head.config.layout.width]
+    ropes = list(dict.fromkeys((head.config.rope, eagle3.RopeConfig(10000.0))))  # SafeAILab's trainer ignores the config's base
+    residuals = (True, False) if "speculators_config" in stored else (head.config.norm_before_residual,)  # readers' defaults differ
+    configs = [replace(head.config, layout=layout, rope=rope, norm_before_residual=normed)
+               for layout, rope, normed in itertools.product(layouts, ropes, residuals)]
+    rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(args, target)]
+    bar = lambda name: partial(tqdm, desc=name, leave=False)
+    best, *others = probed = eagle3.probe_configs(head, rows, target, configs, CHECK_STEPS, bar("layouts"))
+    table = [{"layers": p.config.layout.flag, "rope_theta": p.config.rope.theta, "norm_before_residual": p.config.norm_before_residual,
+              "loss": rounded(p.loss), "accuracy": rounded(p.accuracy), "simulated_acceptance_length": rounded(p.acceptance)} for p in probed]
+    for line in (dict(zip(table[0], table[0])), *table):
+        print("  " + "".join(f"{value!s:<{max(len(key) + 2, 10)}}" for key, value in line.items()))
+    rivals = [p for p in others if not best.is_clearly_better(p)]
+    found = None if best.accuracy < eagle3.TELLS else eagle3.find_features(head, rows[:4], target, bar("other features"))
+    better = found is not None and found.is_better
+    text = lambda p: f"--layers {p.config.layout.flag} (rope base {p.config.rope.theta:g}, norm_before_residual {p.config.norm_before_residual})"
+    doubt = ("the head guesses too little with any of them" if found is None else
+             f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy {found.accuracy:.3f} "
+             f"against {found.wired_accuracy:.3f}): it was trained on those, or on some near them; name what to try with --layers" if better else
+             f"{text(best)} is best, but not clearly better than {', '.join(map(text, rivals))}" if rivals else None)
+    print(f"cannot tell: {doubt}" if doubt else f"the head was trained on {text(best)}")
+    if args.save and not doubt:
+        print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
+    return {"verdict": "cannot tell" if doubt else "ok", "cause": doubt, "layers": None if doubt else best.config.layout.flag,
+            "rope_theta": None if doubt else best.config.rope.theta, "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
+            "better_boundaries": list(found.boundaries) if better else None, "saved": None if doubt else args.save}
 
 
 # -----------------------------------------------------------------------------
@@ -1117,7 +1183,7 @@ def serve(args, ranks: Shard) -> dict:
         tokenizer = None
         print("no tokenizer: /v1/completions with token ids only")
     loop = Loop(engine, args.max_queue)
-    server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name or Path(args.target).resolve().name), args.api_key)) if ranks.rank == 0 else None
+    server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name), args.api_key)) if ranks.rank == 0 else None
     if server:  # until the loop runs, /health and the others answer 503
         threading.Thread(target=server.serve_forever, daemon=True).start()
     if not args.no_compile:
@@ -1147,6 +1213,8 @@ def main(ranks: Shard) -> dict:
     args = parse_args()
     if args.plan:
         return plan(args)
+    if args.probe is not None:
+        return probe(args, ranks)
     if args.check or args.bench:
         return check(args, ranks) if args.check else bench(args, ranks)
     return serve(args, ranks) if args.prompt is None and args.prompt_ids is None else answer(args, ranks)

@@ -843,17 +843,26 @@ def test_a_head_trains_on_a_transformers_model_as_on_our_own_target(tmp_path):
 # 7. Draft head
 
 
-def reference_head(head, features, tokens):
-    """The published formulas for whole true slots, written apart from eagle3.py (facts: official cnets.py; EAGLE-3.1 and speculators flags)."""
+def reference_rms(head, x, name):
+    return x / (x.pow(2).mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt() * head.get_parameter(f"{name}.weight")
+
+
+def reference_fuse(head, features):
+    """The published formulas, written apart from eagle3.py (official cnets.py; EAGLE-3.1's and speculators' flags): [T,A*C] -> [T,C]."""
+    if head.config.fc_norm:
+        parts = features.split(head.config.layout.hidden_size, -1)
+        features = torch.cat([reference_rms(head, part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+    if head.config.norm_before_fc:
+        features = reference_rms(head, features, "input_norm")
+    return features @ head.fc.weight.T
+
+
+def reference_layer(head, g, tokens):
+    """Hidden states [T,C] and the tokens that follow them [T] -> what is fed back [T,C], and logits [T,Vd]."""
     c, w = head.config, dict(head.named_parameters())
-    rms = lambda x, weight: x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * weight
-    if c.fc_norm:
-        features = torch.cat([rms(f, w[f"fc_norm.{i}.weight"]) for i, f in enumerate(features.split(c.layout.hidden_size, -1))], -1)
-    if c.norm_before_fc:
-        features = rms(features, w["input_norm.weight"])
-    g = features @ w["fc.weight"].T
-    e = rms(head.target.embed_tokens.weight[tokens], w["midlayer.input_layernorm.weight"])
-    n = rms(g, w["midlayer.hidden_norm.weight"])
+    rms = lambda x, name: reference_rms(head, x, name)
+    e = rms(head.target.embed_tokens.weight[tokens], "midlayer.input_layernorm")
+    n = rms(g, "midlayer.hidden_norm")
     x, T, d = torch.cat([e, n], -1), len(tokens), c.head_dim
     angle = torch.arange(T)[:, None] / c.rope.theta ** (torch.arange(0, d, 2).float() / d)
     cos, sin = torch.cat([angle.cos()] * 2, -1).to(x.dtype), torch.cat([angle.sin()] * 2, -1).to(x.dtype)
@@ -866,21 +875,28 @@ def reference_head(head, features, tokens):
         score = score.masked_fill(torch.triu(torch.ones(T, T), 1) > 0, float("-inf"))
         out.append(score.softmax(-1) @ v[:, g_h])
     h1 = (n if c.norm_before_residual else g) + torch.cat(out, -1) @ w["midlayer.self_attn.o_proj.weight"].T
-    m = rms(h1, w["midlayer.post_attention_layernorm.weight"])
+    m = rms(h1, "midlayer.post_attention_layernorm")
     h2 = h1 + (F.silu(m @ w["midlayer.mlp.gate_proj.weight"].T) * (m @ w["midlayer.mlp.up_proj.weight"].T)) @ w["midlayer.mlp.down_proj.weight"].T
-    normed = rms(h2, w["norm.weight"])
+    normed = rms(h2, "norm")
     return (normed if c.norm_output else h2), normed @ w["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"norm_before_residual": True}, {"norm_output": True},
-                                   {"fc_norm": True, "norm_output": True, "norm_before_residual": True}], ids=lambda f: "+".join(f) or "official")
-def test_the_head_equals_a_separately_written_reference_for_every_flag(target, flags):
-    head = random_head(target, **flags)
-    features, tokens = torch.randn(1, 11, 96, dtype=torch.float64), torch.tensor(random_prompts([11]))
-    hidden, normed = head.step(head.fuse(features), tokens, torch.arange(11)[None], TTTAttention())
-    expected_hidden, expected_logits = reference_head(head, features[0], tokens[0])
-    assert_close("hidden", hidden[0], expected_hidden, 1e-6)  # rope angles are fp32
-    assert_close("logits", head.lm_head(normed[0]), expected_logits, 1e-6)
+TRAINED_FLAGS = [{flag: True for flag in (*before_fc, *others)} for before_fc in ((), ("fc_norm",), ("norm_before_fc",))
+                 for others in ((), ("norm_before_residual",), ("norm_output",), ("norm_before_residual", "norm_output"))]
+
+
+@pytest.mark.parametrize("flags", TRAINED_FLAGS, ids=lambda f: "+".join(f) or "official")
+def test_the_head_equals_a_separately_written_reference_over_several_steps_for_every_flag(target, flags):
+    """In each slot's chain, as served: true slots up to it, then the head's own hidden states."""
+    head, K, T = random_head(target, **flags), 3, 8
+    features, tokens = torch.randn(1, T, 96, dtype=torch.float64), torch.tensor(random_prompts([T]))
+    steps = eagle3.unroll(head, features, tokens, torch.arange(T)[None], K)
+    for slot in range(T - K):
+        hidden = reference_fuse(head, features[0, :slot + 1])
+        for i in range(K):
+            fed_back, logits = reference_layer(head, hidden, tokens[0, 1:slot + 2 + i])
+            assert_close(f"slot {slot}, step {i}", head.logits(steps[i][0, slot]), logits[-1], 1e-6)  # rope angles are fp32
+            hidden = torch.cat([hidden, fed_back[-1:]])
 
 
 def test_a_head_of_another_hidden_size_has_its_own_embedding_and_is_trained_saved_and_served(target, tmp_path):
@@ -1702,6 +1718,12 @@ def edit_json(path, **changes):
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
+def drop_metadata(path):
+    """As other tools write it."""
+    from safetensors.torch import load_file, save_file
+    save_file(load_file(path), path)
+
+
 def edit_tensors(path, change):
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
@@ -1761,17 +1783,17 @@ def test_a_head_without_a_layout_needs_it_stated_and_one_that_contradicts_itself
     with pytest.raises(LayoutMismatch, match="weight file"):
         load_draft(folder / "draft", target)
     edit_json(folder / "draft" / "config.json", feature_layout=...)
-    with pytest.raises(LayoutMismatch, match="state them with --layers"):
-        load_draft(folder / "draft", target)
-    assert load_draft(folder / "draft", target, head.config.layout).config == head.config
+    assert load_draft(folder / "draft", target).config == head.config, "the weight file carries it, too"
     shifted = FeatureLayout((3, 5, 6), 32, 8)  # one off, as the servers' conventions differ
-    with pytest.raises(LayoutMismatch, match="weight file"):
+    with pytest.raises(LayoutMismatch, match="the one stated with --layers"):
         load_draft(folder / "draft", target, shifted)
-    from safetensors.torch import load_file, save_file
-    file = folder / "draft" / "model.safetensors"
-    save_file(load_file(file), file)  # without our metadata, as other tools write it
-    with pytest.raises(LayoutMismatch, match="its own eagle_aux_hidden_state_layer_ids"):
+    drop_metadata(folder / "draft" / "model.safetensors")
+    with pytest.raises(LayoutMismatch, match="the one stated with --layers"):
         load_draft(folder / "draft", target, shifted)
+    assert load_draft(folder / "draft", target).config == head.config, "what is left are layer ids of two kinds, which agree"
+    edit_json(folder / "draft" / "config.json", eagle_aux_hidden_state_layer_ids=..., eagle_config=...)
+    with pytest.raises(LayoutMismatch, match="state them with --layers .* such as --layers 2,4,5, or 3,5,6"):
+        load_draft(folder / "draft", target)
     assert load_draft(folder / "draft", target, head.config.layout).config == head.config
 
 
@@ -1779,12 +1801,226 @@ def test_a_head_without_a_layout_needs_it_stated_and_one_that_contradicts_itself
     (lambda t: t.pop("lm_head.weight"), "missing lm_head.weight"), (lambda t: t.pop("d2t"), "missing d2t"),
     (lambda t: t.update(extra=torch.ones(1)), "unexpected extra"), (lambda t: t.update({"fc.weight": torch.ones(32, 95)}), r"fc.weight is \[32, 95\]"),
     (lambda t: t.update(d2t=torch.arange(0, 64, 2)), "absolute ids"), (lambda t: t.update(d2t=torch.zeros(32, dtype=torch.int64)), "contradict"),
-    (lambda t: t.update(t2d=torch.arange(64) < 32), "contradict"), (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight is not finite")])
+    (lambda t: t.update(t2d=torch.arange(64) >= 32), "contradict"),
+    (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight is not finite")])
 def test_a_head_whose_tensors_are_not_sound_is_refused_by_name(saved, change, message):
     folder, target, _ = saved
     edit_tensors(folder / "draft" / "model.safetensors", change)
     with pytest.raises(ValueError, match=message):
         load_draft(folder / "draft", target)
+
+
+def write_foreign_head(folder, system, head):
+    """The same head as another system writes it: its file, names, shapes and keys."""
+    from safetensors.torch import save_file
+    c, B = head.config, list(head.config.layout.boundaries)
+    tensors, outputs = {name: tensor.clone() for name, tensor in head.state_dict().items()}, [b - 1 for b in B]
+    layer = {"model_type": "llama", "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
+             "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "num_hidden_layers": 1,
+             "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "max_position_embeddings": 512, "vocab_size": c.vocab_size}
+    plain = {"architectures": ["LlamaForCausalLMEagle3"], **layer, "head_dim": c.head_dim, "draft_vocab_size": c.draft_vocab_size,
+             "tie_word_embeddings": False, "rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
+    nested = lambda ids, **more: {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True, **more}}
+    rename = lambda theirs, ours: {(theirs + name.removeprefix(ours) if name.startswith(ours) else name): t for name, t in tensors.items()}
+    flags = {flag: getattr(c, flag) for flag in DraftConfig.FLAGS}
+    if system == "SafeAILab":
+        config = {**layer, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": c.draft_vocab_size, "pad_token_id": 0}
+    elif system == "SpecForge":
+        config = {**plain, **nested(outputs)}
+    elif system == "SGLang":  # EAGLE-3.1 under SGLang's names
+        config = {**plain, **nested(outputs), "fc_norm": True, "norm_output": True}
+        for i, which in enumerate(("low", "mid", "high")):
+            tensors[f"aux_norm_{which}.weight"] = tensors.pop(f"fc_norm.{i}.weight")
+        tensors = {f"model.{name}": t for name, t in tensors.items()}
+    elif system == "AngelSlim":
+        config = {**plain, "architectures": ["Eagle3LlamaForCausalLM"], "aux_hidden_states_layer_ids": outputs}
+        tensors["embed_tokens.weight"] = head.target.embed_tokens.weight.clone()
+    elif system == "ModelOpt":
+        config = {**plain, **nested([outputs[0], *outputs[:0:-1]], use_input_layernorm_in_first_layer=True, use_last_layernorm=True)}
+        tensors.pop("t2d")
+    elif system in ("speculators", "vLLM"):
+        config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": c.draft_vocab_size,
+                  "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x", "architectures": ["LlamaForCausalLM"]}},
+                  "transformer_layer_config": {**layer, "head_dim": c.head_dim,
+                                               "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+                  **flags, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": B, "tie_word_embeddings": False}
+        tensors = {**rename("layers.0.", "midlayer."), "embed_tokens.weight": head.target.embed_tokens.weight.clone()}
+        if c.draft_vocab_size == c.vocab_size:
+            tensors.pop("d2t"), tensors.pop("t2d")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if system == "SafeAILab":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+
+
+SOME_IDS = torch.tensor([*range(5, 20), *range(30, 44), 50, 62, 63])  # as real maps are: runs of neighbours, and gaps
+FOREIGN_HEADS = {  # system: the flags that it trains
+    "SafeAILab": {}, "SpecForge": {}, "SGLang": {"fc_norm": True, "norm_output": True}, "AngelSlim": {}, "ModelOpt": {},
+    "speculators": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+    "vLLM": {"fc_norm": True, "norm_output": True}}
+
+
+def foreign_head(folder, system, boundaries=(2, 4, 5), dtype=torch.float32, **changes):
+    target = random_target(dtype=dtype, **changes)
+    head = random_head(target, draft_ids=None if system == "vLLM" else SOME_IDS, boundaries=boundaries, **FOREIGN_HEADS[system])
+    write_foreign_head(folder, system, head)
+    return target, head
+
+
+@pytest.mark.parametrize("boundaries", [(2, 4, 5), (1, 3, 7), (3, 5, 6)], ids=str)
+@pytest.mark.parametrize("system", FOREIGN_HEADS)
+def test_a_head_of_any_system_loads_as_the_same_head_saved_by_us(tmp_path, system, boundaries):
+    target, head = foreign_head(tmp_path / "theirs", system, boundaries)
+    save_draft(head, tmp_path / "ours")
+    either = "can mean 3,5,6 or 2,4,5.* such as --layers 3,5,6, or 2,4,5" if boundaries == (3, 5, 6) else None  # ids: the default's
+    message = {"SafeAILab": "lists no layer ids.*--layers 2,4,5", "speculators": None, "vLLM": None}.get(system, either)
+    stated = None
+    if message:
+        stated = head.config.layout
+        with pytest.raises(LayoutMismatch, match=message):
+            load_draft(tmp_path / "theirs", target)
+    theirs, ours = load_draft(tmp_path / "theirs", target, stated), load_draft(tmp_path / "ours", target)
+    assert replace(theirs.config, max_position_embeddings=512) == ours.config
+    assert theirs.d2t.tolist() == ours.d2t.tolist() and torch.equal(theirs.t2d, ours.t2d)
+    features, tokens = torch.randn(1, 9, 96), torch.tensor(random_prompts([9]))
+    logits = [h.logits(h.step(h.fuse(features), tokens, torch.arange(9)[None], TTTAttention())[1]) for h in (theirs, ours)]
+    assert torch.equal(*logits)
+    save_target(target, tmp_path / "target")
+    in_bf16 = load_draft(tmp_path / "theirs", load_target(tmp_path / "target", "bfloat16"), stated)
+    assert in_bf16.fc.weight.dtype == torch.bfloat16, "and the embedding inside is the target's, but for rounding"
+
+
+def with_config(**changes):
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+def with_tensors(change):
+    return lambda folder: edit_tensors(folder / "model.safetensors", change)
+
+
+def nested_ids(ids, **more):
+    return with_config(eagle_config={"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True, **more})
+
+
+FOREIGN_TRAPS = {  # (system, what is wrong with its folder, what the refusal says)
+    "the map holds absolute ids, no mask": ("ModelOpt", with_tensors(lambda t: t.update(d2t=SOME_IDS)), "absolute ids"),
+    "absolute ids, with a mask": ("SpecForge", with_tensors(lambda t: t.update(d2t=SOME_IDS)), "it holds absolute ids"),
+    "absolute ids low enough to be offsets": ("ModelOpt", with_tensors(lambda t: t.update(d2t=torch.arange(32))), "probably"),
+    "a map that nobody filled in": ("ModelOpt", with_tensors(lambda t: t.update(d2t=torch.zeros(32, dtype=torch.int64))), "all zeros"),
+    "a map past the vocabulary": ("ModelOpt", with_tensors(lambda t: t["d2t"][-1:].fill_(33)), "within 0..32"),
+    "a mask of another map": ("SpecForge", with_tensors(lambda t: t["t2d"].logical_not_()), "contradict"),
+    "no map": ("SpecForge", with_tensors(lambda t: t.pop("d2t")), "missing d2t"),
+    "no map and no mask": ("speculators", with_tensors(lambda t: (t.pop("d2t"), t.pop("t2d"))), "missing d2t"),
+    "no lm_head": ("ModelOpt", with_tensors(lambda t: t.pop("lm_head.weight")), "missing lm_head.weight"),
+    "an embedding trained along": ("vLLM", with_tensors(lambda t: t["embed_tokens.weight"][40].add_(0.01)), "differs from the target's"),
+    "a second layer": ("SpecForge", with_config(num_hidden_layers=2), "num_hidden_layers 1"),
+    "a norm that the config hides": ("speculators", with_config(norm_before_fc=False), "unexpected input_norm.weight"),
+    "both norms before fc": ("speculators", with_config(fc_norm=True), "exclude each other"),
+    "a tensor twice": ("SpecForge", with_tensors(lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()})), "norm.weight twice"),
+    "only the last hidden state": ("ModelOpt", nested_ids([1, 3, 4], use_aux_hidden_state=False), "use_aux_hidden_state is false"),
+    "another width of target": ("SpecForge", with_config(target_hidden_size=64), "target_hidden_size 32"),
+    "layers of no target": ("SpecForge", nested_ids([1, 3, 8]), "nothing here"),
+    "an id twice": ("SpecForge", nested_ids([1, 3, 3]), "different layer ids"),
+    "ids that are no numbers": ("AngelSlim", with_config(aux_hidden_states_layer_ids=["a"]), "different layer ids"),
+    "four ids for three blocks": ("speculators", with_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5, 8]), r"is \[32, 96\]|is \[96\]"),
+    "a layout in a run's file only": ("SpecForge", with_config(eagle_config=...), "lists no layer ids"),
+    "the trainer's ids at the top level": ("vLLM", with_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]), "1,3,4 or 2,4,5"),
+    "boundaries nested": ("SpecForge", nested_ids([2, 4, 5]), "3,5,6 or 2,4,5"),
+    "boundaries out of order": ("vLLM", with_config(eagle_aux_hidden_state_layer_ids=[5, 2, 3]), "2,3,5 or 3,4,6"),
+    "two kinds of ids that disagree": ("SpecForge", with_config(eagle_aux_hidden_state_layer_ids=[2, 5, 6]), "--layers 2,5,6, or 2,4,5"),
+    "rotary scaling unknown here": ("SpecForge", with_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),
+    "more than tensors": ("SafeAILab", lambda folder: torch.save({"fc": Path("x")}, folder / "pytorch_model.bin"), "more than tensors")}
+
+
+@pytest.mark.parametrize("trap", FOREIGN_TRAPS)
+def test_another_systems_head_that_is_not_certain_or_not_sound_is_refused_with_the_reason(tmp_path, trap):
+    system, change, message = FOREIGN_TRAPS[trap]
+    target, _ = foreign_head(tmp_path / "theirs", system)
+    change(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=message):
+        load_draft(tmp_path / "theirs", target)
+
+
+def test_what_other_systems_leave_out_or_say_twice_is_read_as_they_mean_it(tmp_path):
+    target, head = foreign_head(tmp_path / "theirs", "SpecForge")
+    with_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5])(tmp_path / "theirs")
+    assert load_draft(tmp_path / "theirs", target).config.layout == head.config.layout, "two kinds of ids that agree"
+    with pytest.raises(LayoutMismatch, match="--layers"):
+        load_draft(tmp_path / "theirs", target, FeatureLayout((3, 5, 6), 32, 8))
+    with_config(rope_theta=1e6, architectures=["LlamaForCausalLM"])(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match="always uses 10000: serve.py --probe"):
+        load_draft(tmp_path / "theirs", target)
+    target, head = foreign_head(tmp_path / "speculators", "speculators")
+    with_config(norm_before_residual=...)(tmp_path / "speculators")
+    assert load_draft(tmp_path / "speculators", target).config.norm_before_residual, "vLLM's default in a speculators config"
+    with_config(eagle_config={"norm_before_fc": True}, norm_before_fc=..., norm_before_residual=True)(tmp_path / "speculators")
+    assert load_draft(tmp_path / "speculators", target).config == head.config, "a flag inside eagle_config"
+    target, head = foreign_head(tmp_path / "full", "vLLM")
+    assert load_draft(tmp_path / "full", target).t2d.all(), "the whole vocabulary needs no map"
+    with_config(draft_vocab_size=...)(tmp_path / "full")
+    assert load_draft(tmp_path / "full", target).config.draft_vocab_size == 64
+
+
+# How the servers read a config's layer ids, written down apart from eagle3.py: (facts: SGLang with #25454; vLLM's eagle3)
+
+
+def boundaries_in_sglang(config, architecture):
+    if config["architectures"] != ["LlamaForCausalLMEagle3"]:
+        return None  # it knows no such model
+    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    if architecture in ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Glm4MoeLiteForCausalLM"):
+        return [i + 1 for i in ids] if ids[0] == 1 else ids
+    return [i + 1 for i in ids]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"])
+@pytest.mark.parametrize("boundaries", [(2, 4, 5), (1, 4, 5), (3, 5, 6), (0, 3, 5), (2, 4, 8), (4,)], ids=str)
+def test_the_servers_read_the_boundaries_that_were_saved_or_refuse_the_head(tmp_path, architecture, boundaries):
+    target = random_target(dtype=torch.float32)
+    head = random_head(target, boundaries=boundaries)
+    target.config = replace(target.config, architecture=architecture)  # the rule looks at nothing else
+    servers = save_draft(head, tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(boundaries), "vLLM: boundaries as they are"
+    read = boundaries_in_sglang(config, architecture)
+    unspeakable = 0 in boundaries or 8 in boundaries or boundaries[0] == 1 and architecture != "LlamaForCausalLM"
+    assert read == (None if unspeakable else list(boundaries)), "SGLang: the same, or nothing"
+    assert ("SGLang refuses" in servers) == unspeakable
+    assert ("#25454" in servers) == (architecture != "LlamaForCausalLM" and boundaries[0] > 2)
+    edit_json(tmp_path / "head" / "config.json", feature_layout=...)  # as another system's reader of our folder sees it
+    drop_metadata(tmp_path / "head" / "model.safetensors")
+    assert load_draft(tmp_path / "head", target).config.layout.boundaries == boundaries
+
+
+@pytest.mark.parametrize("ids, readings", [([1, 3, 4], "2,4,5"), ([2, 30, 58], "3,31,59 or 2,30,58"), ([2, 3, 5], "3,4,6 or 2,3,5")])
+def test_nested_ids_of_a_kimi_or_deepseek_head_are_not_guessed_at(ids, readings):
+    """[2, 30, 58] is in the wild: boundaries to one trainer, one lower to another, and SGLang has read it both ways (#25454)."""
+    config = replace(target_config(num_layers=61), architecture="DeepseekV3ForCausalLM")
+    (found,) = eagle3.layout_readings({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}, config).values()
+    assert " or ".join(",".join(map(str, b)) for b in found) == readings
+
+
+def test_a_hub_name_is_a_folder_downloaded_and_what_fails_is_one_line(saved, tmp_path, monkeypatch):
+    folder = saved[0]
+    class Hub:
+        def snapshot_download(name, allow_patterns):
+            if name != "owner/head":
+                raise OSError(f"404: {name}")
+            return str(folder / "draft")
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    args = serve.parse_args(["--target", str(folder / "target"), "--draft", "owner/head", "--prompt", "x"])
+    assert args.target == str(folder / "target") and args.draft == str(folder / "draft")
+    (folder / "owner" / "head").mkdir(parents=True)
+    assert eagle3.model_folder("owner/head") == "owner/head", "a folder that is there goes before"
+    assert all(eagle3.model_folder(name) == name for name in ("nowhere", "/no/where", "a/b/c"))
+    with pytest.raises(ValueError, match="owner/other is no folder here, nor .*404"):
+        eagle3.model_folder("owner/other")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="pip install huggingface_hub"):
+        train.main(argv=["--target", "owner/other", "--data", "x.jsonl", "--out", "out"])
 
 
 def test_a_target_folder_that_is_not_whole_is_refused_by_name(saved):
@@ -2152,7 +2388,7 @@ def test_check_finds_nothing_wrong_with_a_sound_head_and_the_script_ends_with_0(
 def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_misstated(wired, tmp_path, trained, stated, cause):
     """The incident, with the layouts stripped: nothing to compare, but the head knows its own hidden states."""
     target = load_target(wired / "target")
-    rows = [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    rows = wired_rows(wired)
     save_draft(teach(target, rows, trained), tmp_path / "carries")
     strip_layout(tmp_path / "carries", tmp_path / "stripped")
     verdict, found, evidence = diagnosis(wired, tmp_path, "stripped", "rows.jsonl", "target", "--layers", stated)
@@ -2161,6 +2397,71 @@ def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_miss
     refused = run_script("serve.py", "--target", wired / "target", "--draft", tmp_path / "carries", "--check", wired / "rows.jsonl", "--layers", stated, check=1)
     summary = json.loads(refused.stdout.splitlines()[-1])
     assert (summary["verdict"], summary["cause"]) == ("wiring", "layout"), "a head that carries its layout is refused by it"
+
+
+def wired_rows(wired):
+    lines = map(json.loads, (wired / "rows.jsonl").read_text().splitlines())
+    return [Row(line["input_ids"], list(map(bool, line["loss_mask"])), "row") for line in lines]
+
+
+def probed(wired, tmp_path, head, *more):
+    """On the prompts of the rows that the wired head was trained on."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": row.tokens[:row.loss_mask.index(True)]}) + "\n" for row in wired_rows(wired)))
+    return serve.probe(serve.parse_args(["--target", str(wired / "target"), "--draft", str(head), "--probe", str(file), "--limit", "10",
+                                         "--max-new-tokens", "30", "--dtype", "float32", *more]))
+
+
+@pytest.mark.parametrize("layers, keys", [
+    ("2,4,5", {}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
+    ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}),
+    ("3,5,6", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}), ("3,5,6", {})], ids=str)
+def test_probe_finds_the_layout_of_a_head_whose_ids_were_stripped_shifted_or_reordered(wired, tmp_path, layers, keys):
+    layout = FeatureLayout.parse(layers, 32, 8)
+    if layers != "2,4,5":
+        save_draft(teach(load_target(wired / "target"), wired_rows(wired), layout.boundaries), tmp_path / "head")
+    source = wired / "head" if layers == "2,4,5" else tmp_path / "head"
+    strip_layout(source, tmp_path / "theirs")
+    edit_json(tmp_path / "theirs" / "config.json", **keys)
+    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
+    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", layers, 10000), found
+    target = load_target(wired / "target")
+    saved, ours = load_draft(tmp_path / "saved", target), load_draft(source, target)
+    assert saved.config == ours.config and all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), ours.state_dict().values()))
+
+
+def test_probe_finds_the_rope_base_that_the_official_trainer_used_whatever_its_config_says(wired, tmp_path):
+    strip_layout(wired / "head", tmp_path / "theirs")
+    edit_json(tmp_path / "theirs" / "config.json", rope_theta=1e6, rope_parameters=..., architectures=["LlamaForCausalLM"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = probed(wired, tmp_path, tmp_path / "theirs")
+    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", "2,4,5", 10000), found
+
+
+def test_probe_finds_the_flag_that_readers_of_a_speculators_head_take_for_different_things_where_it_is_absent(wired, tmp_path):
+    head = load_draft(wired / "head", load_target(wired / "target"))
+    write_foreign_head(tmp_path / "theirs", "speculators", head)
+    edit_json(tmp_path / "theirs" / "config.json", norm_before_residual=...)
+    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
+    assert found["verdict"] == "ok" and not found["table"][0]["norm_before_residual"], found
+    assert load_draft(tmp_path / "saved", head.target).config == head.config
+
+
+def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_path):
+    target = load_target(wired / "target")
+    save_draft(random_head(target), tmp_path / "untrained")
+    strip_layout(tmp_path / "untrained", tmp_path / "weak")
+    found = probed(wired, tmp_path, tmp_path / "weak", "--save", str(tmp_path / "saved"))
+    assert (found["verdict"], found["layers"], found["saved"]) == ("cannot tell", None, None) and not (tmp_path / "saved").exists()
+    save_draft(teach(target, wired_rows(wired), (0, 3, 7)), tmp_path / "unusual")
+    strip_layout(tmp_path / "unusual", tmp_path / "theirs")
+    found = probed(wired, tmp_path, tmp_path / "theirs")
+    assert (found["verdict"], found["better_boundaries"]) == ("cannot tell", [0, 3, 7]), "none of the candidates is what it was trained on"
+    assert probed(wired, tmp_path, tmp_path / "theirs", "--layers", "embed,3,7")["layers"] == "embed,3,7", "unless that is named"
+    pair = ("--target", wired / "target", "--draft", tmp_path / "weak")
+    result = run_script("serve.py", *pair, "--probe", tmp_path / "prompts.jsonl", check=1)
+    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "cannot tell" and "the head guesses too little" in result.stdout
 
 
 def moved(captures):
@@ -2173,7 +2474,7 @@ def moved(captures):
     ("normed", "teacher and norm"), (lambda c: {b: torch.randn_like(x) for b, x in c.items()}, "foreign features")])
 def test_check_and_inspect_name_the_fault_of_stored_features(wired, tmp_path, change, cause):
     target = load_target(wired / "target")
-    rows = [Row(r["input_ids"], list(map(bool, r["loss_mask"])), "row") for r in map(json.loads, (wired / "rows.jsonl").read_text().splitlines())]
+    rows = wired_rows(wired)
     change = (lambda c: {**c, 8: target.norm(c[8])}) if change == "normed" else change
     store_features(tmp_path / "features", FeatureLayout((2, 4, 5), 32, 8), target, rows, change)
     verdict, found, evidence = diagnosis(wired, tmp_path)
@@ -2388,6 +2689,19 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     swap = {"2,4,5": "2,4,6", tmp_path / "offline": tmp_path / "wrong"}
     wrong = run_script("train.py", *[swap.get(x, x) for x in stored], "--features", features, check=2)
     assert "does not hold h.6" in wrong.stderr
+
+
+def test_the_norms_of_eagle_3_1_and_speculators_are_trained_by_name_saved_and_served(project, tmp_path):
+    run_script("train.py", *train_args(project, tmp_path / "head", 5, "--head", "norm_before_fc=true,norm_before_residual=true"))
+    head = load_draft(tmp_path / "head", load_target(project / "target"))
+    assert {flag for flag in DraftConfig.FLAGS if getattr(head.config, flag)} == {"norm_before_fc", "norm_before_residual"}
+    assert not torch.equal(head.input_norm.weight, torch.ones_like(head.input_norm.weight)), "its norm learns"
+    pair = ("--target", project / "target", "--draft", tmp_path / "head")
+    served = run_script("serve.py", *pair, "--prompt-ids", "5,6", "--max-new-tokens", 8)
+    assert [int(t) for t in served.stdout.splitlines()[-2].split()] == generate(load_target(project / "target"), [[5, 6]], 8)[0].output
+    for flags, message in (((), "head was norm_before_fc=true"), (("--head", "fc_norm=true,norm_before_fc=true"), "exclude each other"),
+                           (("--head", "norm=true"), "name=value")):
+        assert message in run_script("train.py", *train_args(project, tmp_path / "head", 5, "--resume", *flags), check=2).stderr
 
 
 def losses(out) -> list[list[float]]:

@@ -48,7 +48,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     # what
-    add("--target", help="the target's Hugging Face folder (with no --target: the demo)")
+    add("--target", help="the target's Hugging Face folder, or hub name (with no --target: the demo)")
     add("--data", action="append", default=[], help="JSONL file of training rows; may be given several times")
     add("--held-out", help="JSONL file of held-out rows (default: the last 1 %% of the rows)")
     add("--regenerate", metavar="OUT.jsonl", help="write rows in which the target itself answers the prompts of --data, all turns")
@@ -576,8 +576,8 @@ def train(args, ranks: Shard = Shard()) -> dict:
     optimizer = new_optimizer(head, args)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
-    settings = {"layers": head.config.layout.flag, "head": args.head, "draft_vocab_size": head.config.draft_vocab_size, "ttt_steps": args.ttt_steps, "chain_share": args.chain_share,
-                "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
+    settings = {"layers": head.config.layout.flag, "head": args.head, "draft_vocab_size": head.config.draft_vocab_size,
+                "ttt_steps": args.ttt_steps, "chain_share": args.chain_share, "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
                 "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
     if args.resume:
@@ -804,6 +804,7 @@ def demo(args, ranks: Shard) -> dict:
 
 def main(ranks: Shard = Shard(), argv=None) -> dict:
     args = parse_args(argv)
+    args.target = args.target and eagle3.model_folder(args.target)
     if args.inspect:
         return inspect(args)
     for job, run in ((args.extract, extract), (args.regenerate, regenerate), (args.bench, bench)):
