@@ -989,15 +989,14 @@ class LatentAttention(nn.Module):
 
 
 def unpack_int4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Words [...,N,K/8] int32 of eight 4-bit values each (value + 8, the lowest bits first) and scales [...,N,K/group] -> [...,N,K] in the
-    scales' dtype (the pack-quantized format of compressed-tensors)."""
-    nibbles = packed[..., None] >> torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32) & 0xF
-    values = (nibbles.flatten(-2) - 8).to(scale.dtype)
+    """Bytes [...,N,K/2] of two 4-bit values each (value + 8, the lower bits first) and scales [...,N,K/group] -> [...,N,K] in the scales'
+    dtype. They are the bytes of the int32 words of the pack-quantized format of compressed-tensors."""
+    values = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).to(scale.dtype) - 8
     return (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
 
 
 class ExpertLinear(nn.Module):
-    """One projection of every expert: weight [E,N,K], or 4-bit words [E,N,K/8] with scales [E,N,K/32], as they are stored."""
+    """One projection of every expert: weight [E,N,K], or 4-bit values [E,N,K/2] with scales [E,N,K/32], as they are stored."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, split_dim: int, shard: Shard, is_packed: bool):
         super().__init__()
@@ -1012,7 +1011,7 @@ class ExpertLinear(nn.Module):
         new = partial(torch.zeros, device="meta" if any(x.is_meta for x in (*self.parameters(), *self.buffers())) else None)
         N, K = self.sizes
         self.is_packed, self.weight = is_packed, None if is_packed else nn.Parameter(new(self.num_experts, N, K))
-        self.register_buffer("weight_packed", new(self.num_experts, N, K // 8, dtype=torch.int32) if is_packed else None)
+        self.register_buffer("weight_packed", new(self.num_experts, N, K // 2, dtype=torch.uint8) if is_packed else None)
         self.register_buffer("weight_scale", new(self.num_experts, N, K // 32, dtype=torch.bfloat16) if is_packed else None)
 
     def of(self, expert: Tensor | int, dtype: torch.dtype) -> Tensor:
@@ -1030,7 +1029,7 @@ class ExpertLinear(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Each token passes the few experts that the router chooses for it, weighted, and the shared expert if there is one."""
 
-    few = 64  # (token, expert) pairs, up to which each reads its expert's weights; beyond, each expert's are read once
+    few = 16  # (token, expert) pairs, up to which each reads its expert's weights; beyond, each expert's are read once
 
     def __init__(self, config: TargetConfig, shard: Shard):
         super().__init__()
@@ -2545,7 +2544,7 @@ class TensorFolder:
         index = lambda name: ... if split is None else (slice(None),) * split.dim + (split.among(self.shape(name)[split.dim]),)
         part = lambda name: self._stored(name)[index(name)]
         if name not in self.files:
-            return unpack_int4(part(f"{name}_packed"), part(f"{name}_scale"))
+            return unpack_int4(part(f"{name}_packed").view(torch.uint8), part(f"{name}_scale"))
         if f"{name}_scale_inv" not in self.files:
             return part(name)
         scale, blocks = self.tensor(f"{name}_scale_inv"), [torch.arange(n) // 128 for n in self.shape(name)]  # one scale for 128 x 128 values
@@ -2576,10 +2575,13 @@ def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[st
         split = split if split and split.dim < len(shape) else None  # a row-parallel bias is not split
         if split:
             shape[split.dim] = shape[split.dim] * split.whole // (split.part.stop - split.part.start)
+        is_packed = own[name].dtype == torch.uint8  # int32 words of eight 4-bit values, held as bytes of two
+        shape = [*shape[:-1], shape[-1] // 4] if is_packed else shape
         for index, one in enumerate(each):
             if folder.shape(one) != shape:
                 raise ValueError(f"{folder.folder}: {one} is {folder.shape(one)}, the config says {shape}")
             tensor = folder.tensor(one, split)
+            tensor = tensor.view(torch.uint8) if is_packed else tensor
             kept = tensor.dtype if tensor.is_floating_point() else own[name].dtype
             tensor = tensor.to(device, dtype if name in parameters else kept)
             if isinstance(stored, str):

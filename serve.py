@@ -221,7 +221,7 @@ def plan(args) -> dict:
     head_size = size(head) + packed(head) + kv(1, own.num_kv_heads, own.head_dim, own.head_dim)
     experts = [layer for layer in target.modules() if isinstance(layer, eagle3.ExpertLinear)]
     idle = 1 - min(1, batch * config.experts.experts_per_token / config.experts.num_experts) if experts else 0  # of the experts, at least
-    count = sum(x.numel() * (8 if x.dtype == torch.int32 else 1) for name, x in whole.state_dict(keep_vars=True).items() if "weight_scale" not in name)
+    count = sum(x.numel() * (2 if x.dtype == torch.uint8 else 1) for name, x in whole.state_dict(keep_vars=True).items() if "weight_scale" not in name)
     tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
     attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
     activations = max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize) + 8 * tokens * config.hidden_size * dtype.itemsize

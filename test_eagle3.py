@@ -681,7 +681,7 @@ def test_four_bit_words_are_unpacked_as_the_format_says_bit_by_bit():
         for column in range(64):
             word = packed[row, column // 8].item() % 2**32
             expected[row, column] = torch.tensor((word // 16 ** (column % 8)) % 16 - 8).bfloat16() * scale[row, column // 32]
-    assert torch.equal(eagle3.unpack_int4(packed, scale), expected)
+    assert torch.equal(eagle3.unpack_int4(packed.view(torch.uint8), scale), expected)
 
 
 def test_a_kimi_checkpoint_equals_transformers_on_its_dequantised_weights_experts_packed_or_not(tmp_path):
@@ -698,7 +698,7 @@ def test_a_kimi_checkpoint_equals_transformers_on_its_dequantised_weights_expert
         tensors |= {key.removeprefix("language_model."): value for key, value in load_file(file).items() if key.startswith("language_model.")}
     plain = {key: value for key, value in tensors.items() if not re.search("weight_(packed|scale|shape)$", key)}
     for key in [key for key in tensors if key.endswith("_packed")]:
-        plain[key.removesuffix("_packed")] = eagle3.unpack_int4(tensors[key], tensors[key.replace("_packed", "_scale")])
+        plain[key.removesuffix("_packed")] = eagle3.unpack_int4(tensors[key].view(torch.uint8), tensors[key.replace("_packed", "_scale")])
     text = json.loads((tmp_path / "kimi" / "config.json").read_text())["text_config"]
     text = {key: value for key, value in text.items() if key != "quantization_config"} | {"model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
 
