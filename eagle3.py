@@ -292,6 +292,9 @@ SIZES = {  # our field: its key in config.json; the same for targets and heads
 
 
 def read_sizes(config: dict) -> dict:
+    heads = config_value(config, "num_attention_heads")
+    config = {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads,
+              "head_dim": config.get("head_dim") or config_value(config, "hidden_size") // heads}
     return {field: config_value(config, key) for field, key in SIZES.items()}
 
 
@@ -406,15 +409,14 @@ class TargetConfig:
         config = {**config, **(config.get("text_config") or {})}  # a text and vision model's text part
         eos_ids = sorted({i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])})
         bias = bool(config.get("attention_bias", False))
-        heads, latent, experts = config_value(config, "num_attention_heads"), None, None
-        defaults = {"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads}
+        latent, experts = None, None
         if architecture in cls.DEEPSEEK:
             latent = read_latent(config)
             config["head_dim"] = latent.v_head_dim
         if architecture in (*cls.DEEPSEEK, "Qwen3MoeForCausalLM"):
             experts = read_experts(config, architecture in cls.DEEPSEEK)
         return cls(
-            architecture=architecture, **read_sizes({**config, **{key: config.get(key) or value for key, value in defaults.items()}}),
+            architecture=architecture, **read_sizes(config),
             num_layers=config_value(config, "num_hidden_layers"), rope=RopeConfig.from_json(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bias or architecture == "Qwen2ForCausalLM", o_bias=bias and architecture != "Qwen2ForCausalLM",
@@ -2865,9 +2867,7 @@ def read_draft_config(config: dict, layout: FeatureLayout) -> DraftConfig:
             raise ValueError(f"a head for this target must have {key} {only}: its config.json says {config[key]}")
     if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise ValueError("the head reads only the target's last hidden state (use_aux_hidden_state is false): that is not supported")
-    heads = config_value(config, "num_attention_heads")
-    defaults = {"num_key_value_heads": heads, "head_dim": config_value(config, "hidden_size") // heads, "rms_norm_eps": 1e-6}
-    sizes, flags = read_sizes({**defaults, **config}), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
+    sizes, flags = read_sizes({"rms_norm_eps": 1e-6, **config}), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
     drafted = config.get("draft_vocab_size", sizes["vocab_size"])
     return DraftConfig(layout, draft_vocab_size=drafted, rope=RopeConfig.from_json(config), **sizes, **flags)
 

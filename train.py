@@ -90,6 +90,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         help="of the target and of products (default: bfloat16, float32 on a CPU without bf16 products); master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
+    if not args.target:  # the demo has smaller defaults
+        parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
+        args = parser.parse_args(argv)
     args.device = eagle3.torch_device(args.device)
     args.dtype = args.dtype or eagle3.fast_dtype("bfloat16", args.device)
     if args.adopt and not (args.inspect and args.target):
@@ -102,11 +105,8 @@ def parse_args(argv=None) -> argparse.Namespace:
         eagle3.require_pyplot(args.plot)
         if args.out and not any((args.target, args.data, args.features, args.extract, args.regenerate, args.bench, args.resume)):
             return args
-    if not args.target:  # the demo has smaller defaults
-        parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
-        args = parser.parse_args(argv)
-        if args.resume or args.layers or args.head or args.held_out:
-            raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers, --head or --held-out")
+    if not args.target and (args.resume or args.layers or args.head or args.held_out):
+        raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers, --head or --held-out")
     jobs = [job for job in (args.out, args.bench, args.extract, args.regenerate) if job]
     if (len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target)
             or args.features and not (args.out or args.bench)):
@@ -128,7 +128,6 @@ def parse_args(argv=None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
     if not 0 < args.chain_share <= 1:
         raise ValueError(f"--chain-share must be above 0, and at most 1: got {args.chain_share}")
-    args.device, args.dtype = eagle3.torch_device(args.device), args.dtype or eagle3.fast_dtype("bfloat16", args.device)
     return args
 
 
