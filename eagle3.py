@@ -243,7 +243,8 @@ class RopeConfig:
         spelling.pop("partial_rotary_factor", None)
         spelling = {key: value for key, value in spelling.items() if value is not None or key not in cls.MAY_HAVE.get(kind, ())}
         if set(spelling) - set(cls.MAY_HAVE.get(kind, ())) != set(cls.KINDS[kind]):
-            raise ValueError(f"rope type {kind!r} takes {list(cls.KINDS[kind])}: config.json has {sorted(spelling)}")
+            raise ValueError(f"rope type {kind!r} takes {list(cls.KINDS[kind])}, may have {list(cls.MAY_HAVE.get(kind, ()))}: config.json has "
+                             f"{sorted(spelling)}")
         return cls(float(theta), kind, **spelling)
 
     def to_json(self) -> dict:
@@ -358,7 +359,8 @@ def read_quantization(config: dict) -> str | None:
     kept = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     if stored.get("format") == "pack-quantized" and weights and all(w.get(key) == value for w in weights for key, value in kept.items()):
         return "int4"
-    raise ValueError(f"these quantised weights are not supported (fp8 in blocks of 128 x 128 and pack-quantized int4 in groups of 32 are): {stored}")
+    short = {key: stored[key] for key in ("quant_method", "format", "bits", "weight_block_size") if key in stored}
+    raise ValueError(f"these quantised weights are not supported (fp8 in blocks of 128 x 128 and pack-quantized int4 in groups of 32 are): {short} {weights}")
 
 
 @dataclass(frozen=True)
@@ -392,8 +394,11 @@ class TargetConfig:
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads: got {self.num_heads} and {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rope: got {self.head_dim}")
+        if (self.latent.qk_rope_head_dim if self.latent else self.head_dim) % 2:
+            raise ValueError(f"head_dim (with latent attention qk_rope_head_dim) must be even for rope: got {self.latent or self.head_dim}")
+        e = self.experts
+        if e and not (e.experts_per_token <= e.num_experts // e.num_groups * e.groups_kept and e.num_experts % e.num_groups == 0):
+            raise ValueError(f"the router cannot choose so many experts: {e}")
 
     @classmethod
     def from_json(cls, config: dict, generation_config: dict | None = None) -> "TargetConfig":
@@ -401,12 +406,13 @@ class TargetConfig:
         architecture = (config.get("architectures") or ["none stated"])[0]
         if architecture not in cls.ARCHITECTURES:
             raise ValueError(f"architecture {architecture!r} is not supported (supported: {', '.join(cls.ARCHITECTURES)})")
+        text = config.get("text_config") or {}
+        eos = [c.get("eos_token_id") for c in (config, text, generation_config or {})]
+        config = {**config, **{key: value for key, value in text.items() if value is not None}}  # a text and vision model's text part
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"activation {config['hidden_act']!r} is not supported (only silu is)")
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise ValueError("sliding-window attention is not supported: the config turns it on (use_sliding_window or layer_types)")
-        eos = [c.get("eos_token_id") for c in (config, config.get("text_config") or {}, generation_config or {})]
-        config = {**config, **(config.get("text_config") or {})}  # a text and vision model's text part
         eos_ids = sorted({i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])})
         bias = bool(config.get("attention_bias", False))
         latent, experts = None, None
@@ -463,6 +469,9 @@ class DraftConfig:
     FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 
     def __post_init__(self):
+        bad = [key for field, key in SIZES.items() if not getattr(self, field) > 0]
+        if bad or self.head_dim % 2 or not self.rope.theta > 0:
+            raise ValueError(f"a head needs an even head_dim, and sizes and a rope_theta above 0: {', '.join(bad) or f'{self.head_dim}, {self.rope.theta}'}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other: both norm the features before fc")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -473,7 +482,7 @@ class DraftConfig:
     @classmethod
     def parse_changes(cls, text: str) -> dict:
         """What of a default head is to be otherwise, by config.json's names: 'head_dim=128,rope_theta=1e6,fc_norm=true'. ValueError by name."""
-        fields, changes = {key: field for field, key in SIZES.items() if field != "vocab_size"}, {}
+        sizes, changes = {key: field for field, key in SIZES.items() if field != "vocab_size"}, {}
         for part in text.split(","):
             key, _, value = part.strip().partition("=")
             try:
@@ -482,9 +491,9 @@ class DraftConfig:
                 elif key == "rope_theta":
                     changes["rope"] = RopeConfig(float(value))
                 else:
-                    changes[fields[key]] = float(value) if key == "rms_norm_eps" else int(value)
+                    changes[sizes[key]] = float(value) if key == "rms_norm_eps" else int(value)
             except (KeyError, ValueError):
-                raise ValueError(f"a head is described by name=value, of {', '.join([*fields, 'rope_theta', *cls.FLAGS])}: got {part!r}") from None
+                raise ValueError(f"a head is described by name=value, of {', '.join([*sizes, 'rope_theta', *cls.FLAGS])}: got {part!r}") from None
         return changes
 
     @classmethod
@@ -658,12 +667,17 @@ def check_split(shard: Shard, what: str, sizes: dict[str, int], num_kv_heads: in
 # -----------------------------------------------------------------------------
 # 4. Transformer pieces
 # Shared by target and head, training and serving. A layer does not know where its keys and values live: it hands q, k, v to a context,
-# and the three contexts (whole rows, KV cache, training-time test) are the only places that differ. Needs nothing.
+# and the three contexts (whole rows, KV cache, training-time test) are the only places that differ. Needs: 2, 3.
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision for norms, softmax and losses: fp32, or fp64 where the model is fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def stored_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Of a module whose parameters will be in dtype; buffers (4-bit values and their scales) are as they are."""
+    return sum(p.numel() * dtype.itemsize for p in module.parameters()) + sum(b.numel() * b.element_size() for b in module.buffers())
 
 
 def gather_nodes(x: Tensor, index: Tensor) -> Tensor:
@@ -817,12 +831,14 @@ class Rope(NamedTuple):
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, scale: float | None = None) -> Tensor:
     """Softmax attention with grouped KV heads: q [B,T,H,D], k [B,G,S,D], v [B,G,S,E], visible [B,T,S] bool -> [B,T,H,E].
 
-    visible None means that query t sees keys 0..t (S == T); scale: default D ** -0.5. The query heads that share a KV head are laid side by side as its queries, so no
-    key is copied. One token compiled for a CPU is written out in products and sums, which the compiler fuses into loops that read keys and
-    values in place: half the time of the library's kernel.
+    visible None means that query t sees keys 0..t (S == T); scale: default D ** -0.5. The query heads that share a KV head are laid side by
+    side as its queries, so no key is copied. One token compiled for a CPU is written out in products and sums, which the compiler fuses into
+    loops that read keys and values in place: half the time of the library's kernel.
     """
     B, T, H, D = q.shape
     G = k.shape[1]
+    if visible is None and D != v.shape[-1] and B > 1:  # latent attention, for which no kernel saves the scores: row by row
+        return torch.cat([attention(*(x[b:b + 1] for x in (q, k, v)), scale=scale) for b in range(B)])
     if visible is None:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=G != H, scale=scale).transpose(1, 2)
     q = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, H // G * T, D)
@@ -1116,8 +1132,10 @@ class Target(nn.Module):
     def __init__(self, config: TargetConfig, shard: Shard = Shard()):
         super().__init__()
         sizes = {SIZES[name]: getattr(config, name) for name in ("num_heads", "intermediate_size", "vocab_size")}
-        if config.experts:  # 4-bit words and their groups stay whole
-            sizes["moe_intermediate_size in whole groups"] = config.experts.intermediate_size // (32 if config.quantization == "int4" else 1)
+        if config.experts and config.quantization == "int4":  # words and their groups stay whole
+            sizes["groups of 32 of moe_intermediate_size"] = config.experts.intermediate_size // 32
+        elif config.experts:
+            sizes["moe_intermediate_size"] = config.experts.intermediate_size
         check_split(shard, "the target", sizes, config.cached[0])
         self.config, self.shard = config, shard
         self.fingerprint: dict | None = None  # set by load_target
@@ -1258,7 +1276,8 @@ class DraftHead(nn.Module):
     """The EAGLE-3 draft head. Tensor names are the published checkpoints': fc, midlayer.*, norm, lm_head, d2t, t2d.
 
     draft_ids [Vd]: the target ids that the head can draft, ascending. The target's embedding is shared, not owned: attach() a target
-    before use. A head whose hidden size is not the target's has an embedding of its own. With a shard this is a rank's part of the head, for serving; training has whole heads, and the ranks share the rows.
+    before use. A head whose hidden size is not the target's has an embedding of its own. With a shard this is a rank's part of the head,
+    for serving; training has whole heads, and the ranks share the rows.
     """
 
     def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, shard: Shard = Shard()):
@@ -2439,7 +2458,7 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
 # -----------------------------------------------------------------------------
 # 13. Checkpoints
 # Strict both ways; only tensors are ever unpickled; every file is written under a temporary name and renamed, so one that exists is whole.
-# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1, 2, 5, 7.
+# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1 to 5, 7.
 
 
 def read_json(path: Path) -> dict:
@@ -2485,7 +2504,7 @@ def unpickle(path: Path):
 
 class PickledTensors(dict):
     """A .bin file's tensors, to be read as a safetensors file is."""
-    get_tensor = get_slice = dict.__getitem__
+    get_slice = dict.__getitem__
 
     def metadata(self) -> None:
         return None
@@ -2495,7 +2514,10 @@ def open_tensors(path: Path):
     """A lazily read safetensors file, or a .bin file; ValueError where it is torn."""
     from safetensors import SafetensorError, safe_open
     if path.suffix == ".bin":
-        return PickledTensors(unpickle(path))
+        tensors = unpickle(path)
+        if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise ValueError(f"{path} holds no dict of tensors")
+        return PickledTensors(tensors)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -2548,11 +2570,14 @@ class TensorFolder:
         if name not in self.files:
             return unpack_int4(part(f"{name}_packed").view(torch.uint8), part(f"{name}_scale"))
         if f"{name}_scale_inv" not in self.files:
-            return part(name)
+            tensor = part(name)
+            if f"{name}_scale" in self.files or tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+                raise ValueError(f"{self.folder}: {name} is {tensor.dtype} without {name}_scale_inv: weights quantised so are not supported")
+            return tensor
         scale, blocks = self.tensor(f"{name}_scale_inv"), [torch.arange(n) // 128 for n in self.shape(name)]  # one scale for 128 x 128 values
         if split:
             blocks[split.dim] = blocks[split.dim][split.part]
-        return part(name).to(scale.dtype) * scale[blocks[0]][:, blocks[1]]
+        return part(name).float() * scale.float()[blocks[0]][:, blocks[1]]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         return self._stored(name)[start:start + count]
@@ -2588,8 +2613,10 @@ def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[st
             tensor = tensor.to(device, dtype if name in parameters else kept)
             if isinstance(stored, str):
                 loaded[name] = tensor
-            else:
-                loaded.setdefault(name, tensor.new_empty(own[name].shape))[index] = tensor
+                continue
+            if index == 0:
+                loaded[name] = tensor.new_empty(own[name].shape)
+            loaded[name][index] = tensor
     for name, layer in module.named_modules():
         if isinstance(layer, RowParallelLinear) and layer.bias is not None and layer.shard.rank > 0:
             loaded[f"{name}.bias"].zero_()
@@ -2633,14 +2660,14 @@ def read_target_config(folder: str | Path) -> TargetConfig:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 
 
-def target_fingerprint(folder: str | Path, config: TargetConfig) -> dict:
+def target_fingerprint(tensors: TensorFolder, config: TargetConfig) -> dict:
     """What identifies a target: sizes, a hash over slices of its embedding, final norm and lm_head, and one over its tokenizer's files."""
-    tensors, half, weights, tokenizer = TensorFolder(folder), config.vocab_size // 2, hashlib.sha256(), hashlib.sha256()
+    folder, half, weights, tokenizer = tensors.folder, config.vocab_size // 2, hashlib.sha256(), hashlib.sha256()
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
-        if name in tensors:
+        if name in tensors.files:
             for start in (0, half) if tensors.shape(name)[0] > half else (0,):
                 weights.update(bytes(tensors.rows(name, start, 4).contiguous().view(torch.uint8).flatten().tolist()))
-    files = [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).exists()]
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
     for file in files:
         tokenizer.update(file.read_bytes())
     sizes = {key: getattr(config, key) for key in ("architecture", "hidden_size", "num_layers", "vocab_size")}
@@ -2680,14 +2707,14 @@ def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shar
         if isinstance(layer, ExpertLinear):  # what is stored decides, whatever the config says
             layer.set_packed(f"{expert_names(name, 1)[0]}.weight_packed" in tensors.files)
     names = checkpoint_names(target)
-    ignore = [r"rotary_emb\.inv_freq$", rf"^model\.layers\.{config.num_layers}\."]  # behind the last layer: one that predicts another token, unused
+    ignore = [r"rotary_emb\.inv_freq$", rf"^model\.layers\.{config.num_layers}\."]  # behind the last layer: multi-token prediction, unused
     if config.tie_word_embeddings:
         names.pop("lm_head.weight")
         ignore.append(r"^lm_head\.weight$")  # some writers store the tied copy
     load_strictly(target, tensors, names, torch_dtype(dtype or config.dtype), device, ignore)
     if config.tie_word_embeddings:
         target.lm_head.weight = target.embed_tokens.weight
-    target.fingerprint = target_fingerprint(folder, config)
+    target.fingerprint = target_fingerprint(tensors, config)
     return target.to(device).eval()
 
 
@@ -2695,13 +2722,13 @@ def save_target(target: Target, folder: str | Path) -> None:
     """Write a Hugging Face folder that load_target and transformers read."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = checkpoint_names(target)
+    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    config, names = replace(target.config, dtype=dtype).to_json(), checkpoint_names(target)
     tensors = {names[name]: tensor for name, tensor in target.state_dict().items()}
     if target.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     write_tensors(folder / "model.safetensors", tensors, {})
-    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    write_text(folder / "config.json", json.dumps(replace(target.config, dtype=dtype).to_json(), indent=1))
+    write_text(folder / "config.json", json.dumps(config, indent=1))
 
 
 # SGLang takes nested layer ids for 0-based layers whose output is meant, boundary id + 1; with these targets only where the first id is 1,
@@ -2956,8 +2983,9 @@ class KimiText:
     def __init__(self, file: Path, config: dict):
         ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in file.read_bytes().splitlines() if line)}
         self.first = len(ranks)
-        names = {int(id): token["content"] for id, token in config.get("added_tokens_decoder", {}).items()}
-        special = {names.get(id, f"<|reserved_token_{id}|>"): id for id in range(self.first, self.first + self.SPECIAL)}
+        added = {int(id): token for id, token in config.get("added_tokens_decoder", {}).items()}
+        special = {added.get(id, {}).get("content", f"<|reserved_token_{id}|>"): id for id in range(self.first, self.first + self.SPECIAL)}
+        self.shown = {*range(self.first), *(id for id in special.values() if not added.get(id, {}).get("special", True))}  # </think>, say
         self.encoding = require_package("tiktoken").Encoding(file.name, pat_str=self.PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -2965,7 +2993,7 @@ class KimiText:
         return [id for a, b in zip(cuts, cuts[1:]) for id in self.encoding.encode(text[a:b], allowed_special="all")]
 
     def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode([id for id in ids if id < self.first])
+        return self.encoding.decode([id for id in ids if id in self.shown])
 
 
 class JsonText:
@@ -3538,9 +3566,8 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
                               config.rms_norm_eps), "lm_head": Linear(config.hidden_size, config.vocab_size, bias=False)})
     names = {"embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
              "lm_head.weight": "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"}
-    whole.load_state_dict({own: tensors.tensor(stored).to(device, wanted) for own, stored in names.items()}, assign=True)
-    whole.requires_grad_(False)
-    return TargetEnds(config, whole["embed_tokens"], whole["norm"], whole["lm_head"], target_fingerprint(folder, config))
+    load_strictly(whole, tensors, names, wanted, device, ignore=[""])  # all else
+    return TargetEnds(config, whole["embed_tokens"], whole["norm"], whole["lm_head"], target_fingerprint(tensors, config))
 
 
 # -----------------------------------------------------------------------------
@@ -3699,8 +3726,8 @@ def probe_configs(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
         rewire(head, config)
         by_row = scores.of(config.layout.boundaries)
         total = sum(by_row, TTTStats.zeros(ttt_steps))
-        losses = broadcast(torch.tensor([stats.loss for stats in by_row], dtype=torch.float64), target.shard)
-        probed.append(Probed(config, losses, total.accuracy[0], total.simulated_acceptance_length))
+        *losses, accuracy = broadcast(torch.tensor([*(stats.loss for stats in by_row), total.accuracy[0]], dtype=torch.float64), target.shard)
+        probed.append(Probed(config, torch.stack(losses), accuracy.item(), total.simulated_acceptance_length))
     probed.sort(key=lambda p: p.loss)
     rewire(head, probed[0].config)
     return probed
@@ -3748,7 +3775,7 @@ def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Ta
 
 # -----------------------------------------------------------------------------
 # 18. Scripts
-# What train.py and serve.py share. Needs nothing.
+# What train.py and serve.py share. Needs: 3, 14.
 
 
 def require_pyplot(picture: str | Path):
@@ -3771,12 +3798,12 @@ def is_first_failure() -> bool:
         return False
 
 
-def model_folder(name: str) -> str:
+def model_folder(name: str, with_weights: bool = True) -> str:
     """The folder of that name or, for owner/name where there is none, the Hugging Face hub's repository, downloaded. Raises ValueError."""
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name
     try:
-        patterns = ["*.json", "*.safetensors", "pytorch_model.bin", "*.model", "*.txt", "*.jinja", "*.py"]
+        patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors", "pytorch_model.bin"] if with_weights else [])
         return require_package("huggingface_hub").snapshot_download(name, allow_patterns=patterns)
     except (ValueError, OSError) as error:  # the hub's errors are OSErrors
         raise ValueError(f"{name} is no folder here, nor could it be had from the Hugging Face hub: {str(error).splitlines()[0]}") from None

@@ -125,7 +125,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     args.name = args.name or Path(args.target or DEMO / "target").resolve().name
-    args.target, args.draft = (path and eagle3.model_folder(path) for path in (args.target, args.draft))
+    args.target, args.draft = (path and eagle3.model_folder(path, not args.plan) for path in (args.target, args.draft))
     return args
 
 
@@ -213,15 +213,14 @@ def plan(args) -> dict:
     shard, length, batch = Shard(0, args.plan), args.max_length or config.max_position_embeddings, args.max_batch
     with torch.device("meta"):
         whole, target, head = eagle3.Target(config), eagle3.Target(config, shard), eagle3.DraftHead(own, shard=shard)
-    # Buffers are as stored: 4-bit words and their scales.
-    size = lambda module: sum(p.numel() * dtype.itemsize for p in module.parameters()) + sum(b.numel() * b.element_size() for b in module.buffers())
+    size = partial(eagle3.stored_bytes, dtype=dtype)
     packed = lambda module: sum(size(layer) for layer in module.modules() if isinstance(layer, eagle3.Linear)) if args.device == "cpu" else 0
     kv = lambda layers, heads, *widths: layers * batch * length * shard.count(heads) * sum(widths) * dtype.itemsize
     weights, cached = size(target) + packed(target), kv(config.num_layers, *config.cached)
     head_size = size(head) + packed(head) + kv(1, own.num_kv_heads, own.head_dim, own.head_dim)
     experts = [layer for layer in target.modules() if isinstance(layer, eagle3.ExpertLinear)]
     idle = 1 - min(1, batch * config.experts.experts_per_token / config.experts.num_experts) if experts else 0  # of the experts, at least
-    count = sum(x.numel() * (2 if x.dtype == torch.uint8 else 1) for name, x in whole.state_dict(keep_vars=True).items() if "weight_scale" not in name)
+    count = sum(p.numel() for p in whole.parameters()) + sum(2 * b.numel() for b in whole.buffers() if b.dtype == torch.uint8)  # two in a byte
     tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
     attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
     activations = max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize) + 8 * tokens * config.hidden_size * dtype.itemsize

@@ -734,6 +734,25 @@ def test_a_kimi_checkpoint_equals_transformers_on_its_dequantised_weights_expert
     part = load_target(tmp_path / "fp8", "float32", shard=eagle3.Shard(3, 4)).layers[1]
     assert torch.equal(part.mlp.experts.down_proj.weight, whole["layers.1.mlp.experts.down_proj.weight"][:, :, 192:])
     assert torch.equal(part.self_attn.kv_b_proj.weight, whole["layers.1.self_attn.kv_b_proj.weight"][192:])
+    for name, broken, message in (("unscaled", {k: v for k, v in blocks.items() if "1.self_attn.o_proj.weight_scale" not in k}, "o_proj.weight_scale_inv"),
+                                  ("other", {k.replace("_scale_inv", "_scale"): v for k, v in blocks.items()}, "quantised so are not supported")):
+        with pytest.raises(ValueError, match=message):
+            load_target(write(name, broken), "float32")
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"text_config": {"hidden_act": "gelu"}}, "'gelu'"), ({"text_config": {"num_experts_per_tok": 9}}, "so many experts"), ({"text_config": {"n_group": 3}}, "experts"),
+    ({"text_config": {"qk_rope_head_dim": 7}}, "even"), ({"text_config": {"scoring_func": "softmax"}}, "scoring_func 'softmax'"),
+    ({"text_config": {"rope_interleave": False}}, "rope_interleave"), ({"text_config": {"kv_lora_rank": None}}, "kv_lora_rank"),
+    ({"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}}, "gptq"),
+])
+def test_a_kimi_config_that_is_not_implemented_is_refused_by_name(change, message, tmp_path):
+    write_kimi(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    read = TargetConfig.from_json(config)
+    assert TargetConfig.from_json({**config, "text_config": {**config["text_config"], "torch_dtype": None}}) == read, "what is null there stands outside"
+    with pytest.raises(ValueError, match=message):
+        TargetConfig.from_json({**config, "text_config": {**config["text_config"], **change["text_config"]}})
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -918,6 +937,9 @@ def test_a_head_of_another_hidden_size_has_its_own_embedding_and_is_trained_save
     for bad in ("heads=3", "head_dim=x", "fc_norm=1"):
         with pytest.raises(ValueError, match="name=value"):
             DraftConfig.parse_changes(bad)
+    for bad in ("head_dim=7", "num_key_value_heads=0", "intermediate_size=-1", "rope_theta=0", "rms_norm_eps=nan"):
+        with pytest.raises(ValueError, match="above 0"):
+            random_head(target, **DraftConfig.parse_changes(bad))
 
 
 def test_d2t_is_an_offset_and_t2d_a_mask(target):
@@ -2105,7 +2127,8 @@ def test_kimis_tokenizer_splits_and_merges_as_its_own_pattern_says(tmp_path):
                                                                      if t not in ranks))}
     (tmp_path / "tiktoken.model").write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
     first = len(ranks)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {str(first + 3): {"content": "<|im_end|>"}}, "chat_template":
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {str(first + 3): {"content": "<|im_end|>"}, str(first + 4): {
+        "content": "</think>", "special": False}}, "chat_template":
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "eos_token": "<|im_end|>"}))
     tokenizer = eagle3.load_tokenizer(tmp_path)
     pieces = regex.compile(eagle3.KimiText.PATTERN, regex.V1)
@@ -2125,6 +2148,7 @@ def test_kimis_tokenizer_splits_and_merges_as_its_own_pattern_says(tmp_path):
     for text in ("Hello the world, I'LL sing 12345 你好hello\n\n  x", "\u00e9t\u00e9 you're   ok\t1", "a" * 30001, " " * 60000 + "b", ""):
         assert tokenizer.encode(text) == slow(text) and tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("the<|im_end|>") == [*slow("the"), first + 3] and tokenizer.decode([*slow("the"), first + 3]) == "the"
+    assert tokenizer.decode([*slow("the"), first + 4, first + 5]) == "the</think>", "only what the config calls special is left out"
     assert eagle3.encode_prompt({"messages": [{"role": "user", "content": "Hello"}]}, tokenizer) == [*slow("Hello"), first + 3]
 
 
@@ -2668,7 +2692,7 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     assert 0 < len(done) < 50 and all(folder.read(index).hidden for index in done), "what exists after a kill is whole"
     refused = run_script("train.py", "--target", project / "target", "--features", features, "--out", tmp_path / "out", check=2)
     assert f"lacks {60 - len(done)} of 60 rows" in refused.stderr and not (tmp_path / "out").exists()
-    assert both()["rows"] == sum(index % 2 == 0 for index in set(range(60)) - set(done)), "rank 0's of the missing rows"
+    assert both()["rows"] == 60 - len(done), "what was missing, over both ranks"
     assert folder.missing() == [] and all(folder.path(index).stat().st_mtime_ns == when for index, when in done.items())
     command[command.index(features)] = tmp_path / "at once"
     both()  # two may begin the same folder

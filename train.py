@@ -114,6 +114,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                          "one of --out and --bench (with none of them, train.py runs the demo)")
     if args.plot and not args.out:
         raise ValueError("--plot draws the run in --out: give that, too")
+    args.changes = DraftConfig.parse_changes(args.head) if args.head else {}
     if args.head and not (args.out or args.bench):
         raise ValueError("--head describes the head that --out or --bench trains")
     if args.regenerate and (args.layers or args.held_out) or not args.out and args.resume:
@@ -136,7 +137,7 @@ def target_shard(args, ranks: Shard) -> Shard:
     if args.split_target != "auto":
         return ranks if args.split_target == "yes" else Shard()
     with torch.device("meta"):
-        size = sum(p.numel() for p in Target(eagle3.read_target_config(args.target)).parameters()) * eagle3.torch_dtype(args.dtype).itemsize
+        size = eagle3.stored_bytes(Target(eagle3.read_target_config(args.target)), eagle3.torch_dtype(args.dtype))
     memory = (torch.cuda.get_device_properties(args.device).total_memory if args.device.startswith("cuda")
               else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return ranks if size > memory / 2 else Shard()
@@ -337,7 +338,8 @@ def extract(args, ranks: Shard) -> dict:
     unsound = [(i, why) for i in mine if (why := folder.read(i, ()).skipped)]
     for index, why in unsound[:10]:
         print(f"  row {rows[index].name} was skipped: {why}")
-    return {"out": str(folder.folder), "rows": len(mine), "rows_skipped": skipped, "rows_not_finite": len(unsound), "tokens": tokens,
+    written, not_finite, tokens = eagle3.all_reduce(torch.tensor([len(mine), len(unsound), tokens]), ranks).tolist()
+    return {"out": str(folder.folder), "rows": written, "rows_skipped": skipped, "rows_not_finite": not_finite, "tokens": tokens,
             "tok_s": round(tokens / (time.perf_counter() - begun), 1), "gb": round(folder.row_bytes(tokens) / 1e9, 3)}
 
 
@@ -390,8 +392,8 @@ def inspect(args) -> dict:
           f"{double} rows that are there twice")
     summary = {"rows": len(wanted), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": double, "tokens": tokens,
                "supervised": supervised, "blocks": None, "cause": None}
-    if args.target and first:
-        target = eagle3.load_target(args.target, args.dtype, args.device)
+    if args.target and first:  # in their own dtype: rounding sends tokens to other experts
+        target = eagle3.load_target(args.target, ours.dtype if ours else args.dtype, args.device)
         width = next(iter(first[0][1].values())).shape[1]
         if width != target.config.hidden_size:
             raise ValueError(f"these features are {width} wide, the target's hidden size is {target.config.hidden_size}: name the target they were made with")
@@ -506,8 +508,8 @@ def stated_layout(config: TargetConfig, args) -> FeatureLayout:
 def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
     V = target.config.vocab_size
-    changes = DraftConfig.parse_changes(args.head) if args.head else {}
-    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000), **changes)
+    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000),
+                                    **args.changes)
     head = DraftHead(config).init_weights(args.seed)
     head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
     print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {V} "
