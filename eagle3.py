@@ -337,15 +337,19 @@ def read_experts(config: dict, is_deepseek: bool) -> ExpertConfig:
     layers, value = config_value(config, "num_hidden_layers"), partial(config_value, config)
     if not is_deepseek:  # Qwen3-MoE
         every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        return ExpertConfig(tuple(i for i in range(layers) if i in dense or (i + 1) % every), config.get("num_experts") or value("num_local_experts"),
-                            value("num_experts_per_tok"), value("moe_intermediate_size"), is_normalised=bool(config.get("norm_topk_prob", False)))
+        return ExpertConfig(
+            dense_layers=tuple(i for i in range(layers) if i in dense or (i + 1) % every),
+            num_experts=config.get("num_experts") or value("num_local_experts"), experts_per_token=value("num_experts_per_tok"),
+            intermediate_size=value("moe_intermediate_size"), is_normalised=bool(config.get("norm_topk_prob", False)))
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if config.get(key, only) != only:
             raise ValueError(f"{key} {config[key]!r} is not supported (only {only!r} is)")
     size = value("moe_intermediate_size")
-    return ExpertConfig(tuple(range(value("first_k_dense_replace"))), config.get("n_routed_experts") or value("num_local_experts"), value("num_experts_per_tok"),
-                        size, size * (config.get("n_shared_experts") or 0), "sigmoid", bool(config.get("norm_topk_prob", True)),
-                        float(value("routed_scaling_factor")), value("n_group"), value("topk_group"))
+    return ExpertConfig(
+        dense_layers=tuple(range(value("first_k_dense_replace"))), num_experts=config.get("n_routed_experts") or value("num_local_experts"),
+        experts_per_token=value("num_experts_per_tok"), intermediate_size=size, shared_size=size * (config.get("n_shared_experts") or 0),
+        scoring="sigmoid", is_normalised=bool(config.get("norm_topk_prob", True)), scale=float(value("routed_scaling_factor")),
+        num_groups=value("n_group"), groups_kept=value("topk_group"))
 
 
 def read_quantization(config: dict) -> str | None:
@@ -360,7 +364,8 @@ def read_quantization(config: dict) -> str | None:
     if stored.get("format") == "pack-quantized" and weights and all(w.get(key) == value for w in weights for key, value in kept.items()):
         return "int4"
     short = {key: stored[key] for key in ("quant_method", "format", "bits", "weight_block_size") if key in stored}
-    raise ValueError(f"these quantised weights are not supported (fp8 in blocks of 128 x 128 and pack-quantized int4 in groups of 32 are): {short} {weights}")
+    raise ValueError("these quantised weights are not supported (fp8 in blocks of 128 x 128 and pack-quantized int4 in groups of 32 are): "
+                     f"{short} {weights}")
 
 
 @dataclass(frozen=True)
@@ -471,7 +476,8 @@ class DraftConfig:
     def __post_init__(self):
         bad = [key for field, key in SIZES.items() if not getattr(self, field) > 0]
         if bad or self.head_dim % 2 or not self.rope.theta > 0:
-            raise ValueError(f"a head needs an even head_dim, and sizes and a rope_theta above 0: {', '.join(bad) or f'{self.head_dim}, {self.rope.theta}'}")
+            raise ValueError("a head needs an even head_dim, and sizes and a rope_theta above 0: got head_dim "
+                             f"{self.head_dim}, rope_theta {self.rope.theta}" + (f", and not above 0 {', '.join(bad)}" if bad else ""))
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other: both norm the features before fc")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -983,8 +989,8 @@ class LatentAttention(nn.Module):
             self.q_proj = ColumnParallelLinear(C, H * query, False, shard, query)
         self.kv_a_proj_with_mqa, self.kv_a_layernorm = Linear(C, latent.kv_lora_rank + latent.qk_rope_head_dim, bias), norm(latent.kv_lora_rank)
         each = latent.qk_nope_head_dim + latent.v_head_dim
-        heads = shard.part(H)
-        self.kv_b_proj = Weight((heads.stop - heads.start) * each, latent.kv_lora_rank, split=Split(0, slice(heads.start * each, heads.stop * each), H * each))
+        heads = slice((part := shard.part(H)).start * each, part.stop * each)
+        self.kv_b_proj = Weight(heads.stop - heads.start, latent.kv_lora_rank, split=Split(0, heads, H * each))
         self.o_proj = RowParallelLinear(H * latent.v_head_dim, C, bias, shard)
         self.scale = query ** -0.5 * config.rope.mscale_of(config.rope.mscale_all_dim or 0.0) ** 2
 
@@ -1284,8 +1290,9 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard
         A, C, Ct = len(config.layout.boundaries), config.hidden_size, config.layout.hidden_size
-        check_split(shard, "the draft head", {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size,
-                    "hidden_size": C, "draft_vocab_size": config.draft_vocab_size, **({"vocab_size": config.vocab_size} if C != Ct else {})}, config.num_kv_heads)
+        sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size, "hidden_size": C,
+                 "draft_vocab_size": config.draft_vocab_size, **({"vocab_size": config.vocab_size} if C != Ct else {})}
+        check_split(shard, "the draft head", sizes, config.num_kv_heads)
         if C != Ct:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, C, shard)
         self.fc = ColumnParallelLinear(A * Ct, C, False, shard)
