@@ -1044,9 +1044,15 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         """x [P,K], each row through its own expert [P] -> [P,N]. Compiled, the loops read the stored weights in place."""
+        wide = wide_dtype(x.dtype)
+        if torch.compiler.is_compiling() and self.is_packed:  # unpack_int4, its even and odd columns apart
+            scale = self.weight_scale[experts][..., None]
+            packed = self.weight_packed[experts].unflatten(-1, (scale.shape[-2], -1))  # [P,N,groups,bytes]
+            even, odd = x.to(wide).unflatten(-1, (*packed.shape[-2:], 2))[:, None].unbind(-1)
+            weight = lambda values: ((values.to(scale.dtype) - 8) * scale).to(wide)
+            return (weight(packed & 0xF) * even + weight(packed >> 4) * odd).sum((-2, -1)).to(x.dtype)
         if torch.compiler.is_compiling():
-            wide = wide_dtype(x.dtype)
-            return (self.of(experts, x.dtype).to(wide) * x[:, None].to(wide)).sum(-1).to(x.dtype)
+            return (self.weight[experts].to(wide) * x[:, None].to(wide)).sum(-1).to(x.dtype)
         return torch.bmm(self.of(experts, x.dtype), x[..., None])[..., 0]
 
 
