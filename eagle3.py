@@ -3579,7 +3579,7 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
                               config.rms_norm_eps), "lm_head": Linear(config.hidden_size, config.vocab_size, bias=False)})
     names = {"embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
              "lm_head.weight": "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"}
-    load_strictly(whole, tensors, names, wanted, device, ignore=[""])  # all else
+    load_strictly(whole, tensors, names, wanted, device, ignore=["."])  # all else
     return TargetEnds(config, whole["embed_tokens"], whole["norm"], whole["lm_head"], target_fingerprint(tensors, config))
 
 

@@ -1196,6 +1196,7 @@ def serve(args, ranks: Shard) -> dict:
 
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, drain)
+    loop.ticked = time.monotonic()  # from now on requests are taken
     if server:
         print(f"serving on http://{args.host}:{server.server_address[1]}/v1 (up to {args.max_batch} requests at once, {length} tokens each)", flush=True)
     loop.run()

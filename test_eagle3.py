@@ -3136,7 +3136,7 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
         bench = run_script("serve.py", *pair, "--bench", project / "prompts.jsonl", "--max-new-tokens", 16, "--max-batch", batch, *flags)
         summary = json.loads(bench.stdout.splitlines()[-1])
         assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup expected_speedup "
-                                   "acceptance_length per_position_acceptance ceiling break_even identical ties by_category worst ms_plain ms_draft ms_verify ms_host "
+                                   "acceptance_length per_position_acceptance ceiling rounds_by_shape break_even identical ties by_category worst ms_plain ms_draft ms_verify ms_host "
                                    "replay peer_tok_s torch threads".split())
         assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
         assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1
