@@ -2,7 +2,7 @@
 """The specification of eagle3.py, in its own section order, with oracles instead of recorded outputs.
 
     pip install -r requirements.txt pytest transformers tokenizers tiktoken jinja2 matplotlib openai hypothesis pytest-xdist
-    python -m pytest -q -n 2 test_eagle3.py     18 minutes on two cores without AVX-512, nothing downloaded
+    python -m pytest -q -n 2 test_eagle3.py     11 minutes on two cores with AVX-512, nothing downloaded
 
 EAGLE3_SMOLLM2=DIR also compares with transformers on SmolLM2-135M-Instruct, and EAGLE3_MTBENCH=FILE.jsonl names its prompts.
 """
