@@ -2658,7 +2658,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def fast_dtype(name: str, device: str) -> str:
     """bfloat16 as float32 on a CPU without bf16 products, where these take five times as long; anything else as it is."""
-    return "float32" if name == "bfloat16" and device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else name
+    is_slow = not torch.ops.mkldnn._is_mkldnn_bf16_supported() or (  # AVX-512 alone is supported, too, by way of fp32
+        torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported())
+    return "float32" if name == "bfloat16" and device == "cpu" and is_slow else name
 
 
 def read_target_config(folder: str | Path) -> TargetConfig:
