@@ -673,6 +673,15 @@ def test_a_target_equals_transformers_in_logits_every_boundary_and_greedy_text(t
         assert parted is None or print(f"tie of {parted[1]:.2g}") or parted[1] < (1e-3 if target.config.experts else 1e-4), f"greedy text differs: {parted}"
 
 
+def test_a_targets_ends_that_do_not_fit_its_config_are_named(target, tmp_path):
+    save_target(target, tmp_path)
+    assert torch.equal(eagle3.load_target_ends(tmp_path).lm_head.weight, target.lm_head.weight)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 65}))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \[64, 32\], the config says \[65, 32\]"):
+        eagle3.load_target_ends(tmp_path)
+
+
 def test_four_bit_words_are_unpacked_as_the_format_says_bit_by_bit():
     packed = torch.randint(-2**31, 2**31, (3, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     scale = torch.rand(3, 2).bfloat16()
@@ -2025,16 +2034,21 @@ def test_nested_ids_of_a_kimi_or_deepseek_head_are_not_guessed_at(ids, readings)
 
 
 def test_a_hub_name_is_a_folder_downloaded_and_what_fails_is_one_line(saved, tmp_path, monkeypatch):
-    folder = saved[0]
+    folder, wanted = saved[0], []
+
     class Hub:
+
         def snapshot_download(name, allow_patterns):
             if name != "owner/head":
                 raise OSError(f"404: {name}")
+            wanted.append(allow_patterns)
             return str(folder / "draft")
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     args = serve.parse_args(["--target", str(folder / "target"), "--draft", "owner/head", "--prompt", "x"])
     assert args.target == str(folder / "target") and args.draft == str(folder / "draft")
+    assert serve.parse_args(["--target", "owner/head", "--plan", "8"]).target == str(folder / "draft")
+    assert ["*.safetensors" in patterns for patterns in wanted] == [True, False], "a plan loads no weights"
     (folder / "owner" / "head").mkdir(parents=True)
     assert eagle3.model_folder("owner/head") == "owner/head", "a folder that is there goes before"
     assert all(eagle3.model_folder(name) == name for name in ("nowhere", "/no/where", "a/b/c"))
