@@ -485,6 +485,11 @@ class DraftConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"the head's num_heads must be a multiple of num_kv_heads: got {self.num_heads} and {self.num_kv_heads}")
 
+    @property
+    def has_own_embedding(self) -> bool:
+        """The target's is shared where it is as wide as the head."""
+        return self.hidden_size != self.layout.hidden_size
+
     @classmethod
     def parse_changes(cls, text: str) -> dict:
         """What of a default head is to be otherwise, by config.json's names: 'head_dim=128,rope_theta=1e6,fc_norm=true'. ValueError by name."""
@@ -1297,9 +1302,9 @@ class DraftHead(nn.Module):
         self.config, self.shard = config, shard
         A, C, Ct = len(config.layout.boundaries), config.hidden_size, config.layout.hidden_size
         sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size, "hidden_size": C,
-                 "draft_vocab_size": config.draft_vocab_size, **({"vocab_size": config.vocab_size} if C != Ct else {})}
+                 "draft_vocab_size": config.draft_vocab_size, **({"vocab_size": config.vocab_size} if config.has_own_embedding else {})}
         check_split(shard, "the draft head", sizes, config.num_kv_heads)
-        if C != Ct:
+        if config.has_own_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, C, shard)
         self.fc = ColumnParallelLinear(A * Ct, C, False, shard)
         if config.fc_norm:
@@ -1358,9 +1363,8 @@ class DraftHead(nn.Module):
 
         Returns (the hidden states to feed back, the normed ones that lm_head reads), [B,T,C] each.
         """
-        own = self.config.hidden_size != self.config.layout.hidden_size
-        embedding = (self.embed_tokens(tokens) if own else self.target.embed_tokens(tokens).detach()).to(hidden.dtype)  # the target's is frozen
-        hidden = self.midlayer(embedding, hidden, Rope.at(positions, self.rope_frequencies, self.config.rope), partial(context.attend, 0))
+        embedding = self.embed_tokens(tokens) if self.config.has_own_embedding else self.target.embed_tokens(tokens).detach()  # that is frozen
+        hidden = self.midlayer(embedding.to(hidden.dtype), hidden, Rope.at(positions, self.rope_frequencies, self.config.rope), partial(context.attend, 0))
         normed = self.norm(hidden)
         return normed if self.config.norm_output else hidden, normed
 
@@ -2758,7 +2762,7 @@ def served_by(config: DraftConfig, target_architecture: str) -> tuple[str, list[
     verbatim = target_architecture.startswith(SGLANG_BOUNDARY_IDS) and layout.boundaries[0] != 2
     sglang_cannot = [f"boundary {b}" for b in layout.boundaries if b in (0, 1 if verbatim else 0, layout.num_layers)]
     sglang_cannot += [flag for flag in ("norm_before_fc", "norm_before_residual") if getattr(config, flag)]
-    sglang_cannot += ["an embedding of its own"] if config.hidden_size != layout.hidden_size else []
+    sglang_cannot += ["an embedding of its own"] if config.has_own_embedding else []
     since = [pull for flag, pull in (("norm_before_fc", "#38111"), ("fc_norm", "#46488"), ("norm_output", "#46488"))
              if getattr(config, flag)]
     vllm = "vLLM" + (f" (with {since[0]})" if since else "")
@@ -2952,7 +2956,7 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
                   (r"(^|\.)(d2t|t2d|embed_tokens\.weight)$", r"rotary_emb\.inv_freq$"))
     head.d2t, head.t2d = (torch.empty(x.shape, dtype=x.dtype, device=weight.device) for x in (head.d2t, head.t2d))
     head.set_draft_ids(read_draft_ids(tensors, names, head_config.draft_vocab_size, head_config.vocab_size))
-    if "embed_tokens.weight" in names and "embed_tokens.weight" not in own:
+    if "embed_tokens.weight" in names and not head_config.has_own_embedding:
         require_own_embedding(tensors, names["embed_tokens.weight"], target)
     broken = [name for name, parameter in head.named_parameters() if not parameter.isfinite().all()]
     if broken:
@@ -3722,8 +3726,8 @@ class Probed(NamedTuple):
         return self.losses.mean().item()
 
     def is_clearly_better(self, other: "Probed") -> bool:
-        """By three standard errors over the rows, and a quarter of a per cent (SmolLM2: two layouts that differ in one middle boundary by one are 0.3 %
-        and five errors apart for a head that guesses 76 %; a wrong rope base was once 0.2 % and 1.6 errors better for one that guesses 26 %)."""
+        """By three standard errors over the rows, and a quarter of a per cent. (SmolLM2: layouts that differ by one in the middle boundary are
+        0.3 % and five errors apart for a head that guesses 76 %; a wrong rope base was 0.2 % and 1.6 errors better for one of 26 %.)"""
         gain = other.losses - self.losses
         return self.accuracy >= TELLS and gain.mean().item() >= max(0.0025 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
 
