@@ -620,8 +620,9 @@ def _all_gather(x: Tensor, size: int) -> Tensor:
 
 # Operators of our own are one opaque node each for the compiler, on every backend.
 operators = torch.library.Library("eagle3", "DEF")
-for signature, run, shape in (("all_reduce(Tensor x) -> Tensor", _all_reduce, torch.empty_like),
-                              ("all_gather(Tensor x, int size) -> Tensor", _all_gather, lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))):
+for signature, run, shape in (
+        ("all_reduce(Tensor x) -> Tensor", _all_reduce, torch.empty_like),
+        ("all_gather(Tensor x, int size) -> Tensor", _all_gather, lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))):
     operators.define(signature)
     operators.impl(signature.partition("(")[0], run, "CompositeExplicitAutograd")
     operators.impl(signature.partition("(")[0], shape, "Meta")
@@ -1039,9 +1040,13 @@ class ExpertLinear(nn.Module):
         """Choose between the two forms, before loading; what was held is dropped."""
         new = partial(torch.zeros, device="meta" if any(x.is_meta for x in (*self.parameters(), *self.buffers())) else None)
         N, K = self.sizes
-        self.is_packed, self.weight = is_packed, None if is_packed else nn.Parameter(new(self.num_experts, N, K))
+        self.weight = None if is_packed else nn.Parameter(new(self.num_experts, N, K))
         self.register_buffer("weight_packed", new(self.num_experts, N, K // 2, dtype=torch.uint8) if is_packed else None)
         self.register_buffer("weight_scale", new(self.num_experts, N, K // 32, dtype=torch.bfloat16) if is_packed else None)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight is None
 
     def of(self, expert: Tensor | int, dtype: torch.dtype) -> Tensor:
         """[...] -> the weights of these experts [...,N,K]."""
@@ -1322,11 +1327,15 @@ class DraftHead(nn.Module):
             self.set_draft_ids(draft_ids)
 
     def init_weights(self, seed: int) -> "DraftHead":
-        """Random weights, N(0, 0.02), the same for the same seed; norms stay at one."""
+        """Random weights, N(0, 0.02), the same for the same seed; norms stay at one. The query heads begin near the keys that they share, so
+        that every slot attends to itself first: a slot's token reaches the residual in no other way, and would else be one voice among T."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 parameter.data.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0, 0.02, generator=generator))
+        keys, queries = self.midlayer.self_attn.k_proj.weight.data, self.midlayer.self_attn.q_proj.weight.data  # [G*D,2C], [H*D,2C]
+        keys.mul_(1.5)
+        queries.unflatten(0, (self.config.num_kv_heads, -1, self.config.head_dim)).mul_(0.45).add_(keys.unflatten(0, (-1, 1, self.config.head_dim)))
         return self
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:
@@ -1364,7 +1373,8 @@ class DraftHead(nn.Module):
         Returns (the hidden states to feed back, the normed ones that lm_head reads), [B,T,C] each.
         """
         embedding = self.embed_tokens(tokens) if self.config.has_own_embedding else self.target.embed_tokens(tokens).detach()  # that is frozen
-        hidden = self.midlayer(embedding.to(hidden.dtype), hidden, Rope.at(positions, self.rope_frequencies, self.config.rope), partial(context.attend, 0))
+        rope = Rope.at(positions, self.rope_frequencies, self.config.rope)
+        hidden = self.midlayer(embedding.to(hidden.dtype), hidden, rope, partial(context.attend, 0))
         normed = self.norm(hidden)
         return normed if self.config.norm_output else hidden, normed
 
@@ -1654,10 +1664,11 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     chains = trained[min(1, K - 1)]
     longest = max(1, int(chains.sum(1).max()))
     chain_slots = (~chains).long().argsort(dim=1, stable=True)[:, :longest]  # [B,n] the slots in `chains`, then others, which stay untrained
-    outputs, slot_weights, teacher_index = [], [], []
+    outputs, counted, slot_weights, teacher_index = [], [], [], []
     for i, normed in enumerate(unroll(head, batch.features, batch.tokens, chain_slots, K)):
         outputs.append(normed[trained[i].gather(1, chain_slots) if i else trained[i]])
-        slot_weights.append(shift(in_vocabulary, 1 + i)[trained[i]] * weights[i].to(batch.tokens.device))
+        counted.append(shift(in_vocabulary, 1 + i)[trained[i]])
+        slot_weights.append(counted[i] * weights[i].to(batch.tokens.device))
         teacher_index.append(shift(batch.teacher_index, 1 + i)[trained[i]])
     sizes = [len(x) for x in outputs]
     lm_head = all_gather(head.lm_head.weight.T, head.shard).T
@@ -1667,7 +1678,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
     for i, (found, at_slots) in enumerate(zip(head.draft_to_target(guesses).split(sizes), losses.split(sizes))):
         right = found == shift(batch.teacher_tokens, 1 + i)[trained[i]]
         correct[..., i] = torch.zeros_like(trained[i]).masked_scatter(trained[i], right)
-        sums.append(at_slots[shift(in_vocabulary, 1 + i)[trained[i]]].sum())
+        sums.append(at_slots[counted[i]].sum())
     everywhere = torch.equal(chains, trained_slots(batch.spans, min(1, K - 1)))  # a thinned batch cannot say what serving would get
     emitted, rounds = simulate_serving(correct, batch.tokens, batch.spans, head.target.config.eos_token_ids) if everywhere else (0, 0)
     return loss, TTTStats(torch.stack(sums).double().cpu(), batch.num_counted, torch.tensor(sizes), correct.sum((0, 1)).cpu(), emitted, rounds)
@@ -3197,7 +3208,16 @@ def read_records(path: str | Path):
                 yield f"{path.name}:{number}", record if isinstance(record, dict) else None
 
 
-TEXT_KEYS = ("messages", "conversations", "prompt", "text")
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError)  # what a record raises that is not as it should be
+
+
+def why_skipped(error: Exception) -> str:
+    return "skipped: " + (str(error) if isinstance(error, ValueError) else f"malformed ({type(error).__name__}: {error})")
+
+
+def needs_tokenizer(record: dict) -> bool:
+    """Whether it holds text that this file can use; a missing package or file is then no fault of the record."""
+    return "input_ids" not in record and not record.keys().isdisjoint(("messages", "conversations", "turns", "prompt", "text"))
 
 
 def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int, progress=lambda x: x,
@@ -3211,8 +3231,7 @@ def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
         for name, record in progress(read_records(path)):
             if limit is not None and len(rows) == limit:
                 break
-            is_text = record is not None and "input_ids" not in record and not record.keys().isdisjoint(TEXT_KEYS)
-            loaded = tokenizer() if is_text else None  # a missing package or file is no fault of the row
+            loaded = tokenizer() if record and needs_tokenizer(record) else None
             try:
                 if record is None:
                     raise ValueError("not a JSON object in UTF-8")
@@ -3225,8 +3244,8 @@ def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
                 if spans is None or not trained_slots(spans, 0).any():
                     raise ValueError("nothing supervised" + (" before --max-length" if reason else ""))
                 rows.append(Row(array("i", tokens), bytes(mask), name))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = "skipped: " + (str(error) if isinstance(error, ValueError) else f"malformed ({type(error).__name__}: {error})")
+            except MALFORMED as error:
+                reason = why_skipped(error)
             if reason:
                 report[reason] += 1
                 first.setdefault(reason, name)
@@ -3279,9 +3298,6 @@ def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     if raw or not tokenizer.has_chat_template:
         return tokenizer.encode("\n".join(message["content"] for message in messages), add_special_tokens=True)
     return tokenizer.encode(tokenizer.chat(messages, True))
-
-
-PROMPT_KEYS = ("messages", "conversations", "turns", "prompt")
 
 
 class Conversation:
@@ -3443,8 +3459,9 @@ def read_foreign(path: Path) -> ForeignRow:
 
 
 class FeatureFolder:
-    """Features on disk: manifest.json, rows.safetensors (lengths [n], and counts [V]: how often each token is supervised, held-out rows left out) and
-    rows_0-2000/data_0.safetensors, ...: input_ids [T] int32, loss_mask [T] bool, and h.b [T,C] for each boundary b of the layout and for the teacher, h.L.
+    """Features on disk: manifest.json, rows.safetensors (lengths [n], and counts [V]: how often each token is supervised, held-out rows left
+    out) and rows_0-2000/data_0.safetensors, ...: input_ids [T] int32, loss_mask [T] bool, and h.b [T,C] for each boundary b of the layout and
+    for the teacher, h.L.
 
     Raises FileNotFoundError without a manifest.
     """
@@ -3499,7 +3516,8 @@ class FeatureFolder:
         return cls(folder)
 
     @classmethod
-    def adopt(cls, folder: str | Path, layout: FeatureLayout, teacher: str, fingerprint: dict, vocab_size: int, progress=lambda x: x) -> "FeatureFolder":
+    def adopt(cls, folder: str | Path, layout: FeatureLayout, teacher: str, fingerprint: dict, vocab_size: int,
+              progress=lambda x: x) -> "FeatureFolder":
         """Write the manifest for another trainer's files, whose columns are layout's boundaries and whose last hidden state is `teacher`
         (h.L, or h.L.normed). Raises ValueError for the first file that cannot be read, or where a manifest is."""
         folder = Path(folder)
@@ -3854,7 +3872,8 @@ def run_script(name: str, run) -> None:
         code, message = error.code, "terminated" if error.code == 143 else None
     except Exception as error:
         lost = dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))
-        code, message = (3, f"rank {shard.rank} lost another rank: it was killed, or ran out of memory ({error})") if lost else (1, traceback.format_exc())
+        code, message = ((3, f"rank {shard.rank} lost another rank: it was killed, or ran out of memory ({error})") if lost
+                         else (1, traceback.format_exc()))
     if message and is_first_failure():
         print(f"{name}: {message}", file=sys.__stderr__)
     sys.stdout.flush()

@@ -93,7 +93,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--min-p", type=float, default=0.0, help="sample from those at least min-p times as likely as the most likely (0 = all)")
     add("--seed", type=int, default=0, help="of the sampling noise")
     # machine
-    add("--no-compile", action="store_true", help="--bench without torch.compile (one-off answers are never compiled: it would cost more than it saves)")
+    add("--no-compile", action="store_true", help="--bench and the server without torch.compile (one-off answers are never compiled: it would "
+        "cost more than it saves)")
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored; float32 on a CPU without bf16 products)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
@@ -223,15 +224,16 @@ def plan(args) -> dict:
     count = sum(p.numel() for p in whole.parameters()) + sum(2 * b.numel() for b in whole.buffers() if b.dtype == torch.uint8)  # two in a byte
     tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
     attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
-    activations = max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize) + 8 * tokens * config.hidden_size * dtype.itemsize
+    activations = (max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize)
+                   + 8 * tokens * config.hidden_size * dtype.itemsize)
     read = size(target) - (0 if config.tie_word_embeddings else size(target.embed_tokens)) - round(idle * sum(map(size, experts))) + cached
     collectives = 2 * config.num_layers + 4 if shard.size > 1 else 0
     fits = None if args.memory is None else weights + cached + head_size + activations <= args.memory * 1e9
     gb = lambda size: round(size / 1e9, 4)
     print(f"{args.target} over {shard.size} ranks in {str(dtype).removeprefix('torch.')}: {count / 1e9:.3f} billion parameters")
     print(f"  each rank holds {gb(weights)} GB of weights" + (" (each Linear's twice: as stored, and packed for the CPU)" if args.device == "cpu" else "")
-          + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head{'' if args.draft else ' (the default one)'} "
-          f"with its cache, and about {gb(activations)} GB while it reads a prompt")
+          + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head"
+          f"{'' if args.draft else ' (the default one)'} with its cache, and about {gb(activations)} GB while it reads a prompt")
     print(f"  a plain step reads {gb(read)} GB on each rank, all requests at that length, and takes part in {collectives} collectives"
           + (f": at {args.bandwidth:g} GB/s at least {read / args.bandwidth / 1e6:.2f} ms" if args.bandwidth else ""))
     if fits is not None:
@@ -607,7 +609,8 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
         print(f"  (d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
     if other_weights and accuracy[0] < WEAK:
-        raise WiringFault("other target weights", "the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train on these")
+        raise WiringFault("other target weights", "the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train "
+                          "on these")
     if accuracy[0] < WEAK:
         print(f"  nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the "
               "target's own answers")
@@ -765,7 +768,8 @@ class Loop:
             if not self.inbox and not self.engine.busy and not self.draining:
                 self.changed.wait(IDLE_SECONDS)
             taken, self.inbox = self.inbox, []
-            news = [(kind, number, job and (job.prompt, job.max_new_tokens, job.eos_token_ids, job.sampling, job.logprobs)) for kind, number, job in taken]
+            news = [(kind, number, job and (job.prompt, job.max_new_tokens, job.eos_token_ids, job.sampling, job.logprobs))
+                    for kind, number, job in taken]
             return news + [("end", 0, None)] * (self.draining and not taken and not self.engine.busy)
 
     def run(self) -> None:
@@ -890,7 +894,8 @@ class Api:
         if not isinstance(body, dict):
             raise Refusal(400, "the body must be a JSON object")
         for name in REFUSED:
-            if body.get(name) not in (None, False, 0, 0.0, [], {}, "", "none", {"type": "text"}) and not (name in ("best_of", "repetition_penalty") and body[name] == 1):
+            asks_nothing = body.get(name) in (None, False, 0, 0.0, [], {}, "", "none", {"type": "text"})
+            if not asks_nothing and not (name in ("best_of", "repetition_penalty") and body[name] == 1):
                 raise Refusal(400, f"{name} is not supported here", name)
         if checked(body, "model", str, self.name) != self.name:
             raise Refusal(404, f"the model {body['model']!r} is not here: this server has {self.name!r}", "model")
@@ -899,8 +904,8 @@ class Api:
         longest = max(map(len, prompts))
         tokens = tokens or (max(1, limit - longest) if is_chat else 16)
         if longest + tokens > limit:
-            raise Refusal(400, f"maximum context length is {limit} tokens. However, you requested {longest + tokens}: {longest} in the prompt and {tokens} to write",
-                          "messages" if is_chat else "prompt")
+            raise Refusal(400, f"maximum context length is {limit} tokens. However, you requested {longest + tokens}: {longest} in the prompt and "
+                          f"{tokens} to write", "messages" if is_chat else "prompt")
         if any(not prompt or min(prompt) < 0 or max(prompt) >= V for prompt in prompts):
             raise Refusal(400, f"a prompt needs at least one token, with ids within 0..{V - 1}", "messages" if is_chat else "prompt")
         stops = body.get("stop") or []
@@ -942,7 +947,8 @@ class Api:
         finite = lambda x: max(x, -9999.0)
         if how["is_chat"]:
             entry = lambda token, value: {"token": self.word(token), "logprob": finite(value), "bytes": list(self.word(token).encode())}
-            return {"content": [{**entry(token, own), "top_logprobs": [entry(*rival) for rival in rivals]} for token, (own, rivals) in zip(tokens, told)]}
+            return {"content": [{**entry(token, own), "top_logprobs": [entry(*rival) for rival in rivals]}
+                                for token, (own, rivals) in zip(tokens, told)]}
         words = [self.word(token) for token in tokens]
         return {"tokens": words, "token_logprobs": [finite(own) for own, _ in told],
                 "top_logprobs": [{self.word(token): finite(value) for token, value in rivals} for _, rivals in told],
@@ -990,13 +996,15 @@ class Api:
                     word.offset += sum(len(self.word(token)) for token in word.tokens[before:]) if told else 0
                     delta = {"delta": {**({} if before else {"role": "assistant"}), "content": new}} if is_chat else {"text": new}
                     ids = {"token_ids": word.tokens[before:]} if how["ids"] else {}
-                    yield chunk([{"index": index, **delta, "logprobs": told, "finish_reason": word.finish_reason, **ids}], **({"usage": None} if how["usage"] else {}))
+                    yield chunk([{"index": index, **delta, "logprobs": told, "finish_reason": word.finish_reason, **ids}],
+                                **({"usage": None} if how["usage"] else {}))
             if how["stream"]:
                 if how["usage"]:
                     yield chunk([], usage=usage())
                 return
             choices = [{"index": i, **({"message": {"role": "assistant", "content": w.sent}} if is_chat else {"text": w.sent}),
-                        "logprobs": self.logprobs(how, w.tokens, w.told, 0), "finish_reason": w.finish_reason, **({"token_ids": w.tokens} if how["ids"] else {})}
+                        "logprobs": self.logprobs(how, w.tokens, w.told, 0), "finish_reason": w.finish_reason,
+                        **({"token_ids": w.tokens} if how["ids"] else {})}
                        for i, w in enumerate(words)]
             yield {**identity, "object": kind, "choices": choices, "usage": usage()}
         finally:
@@ -1016,11 +1024,14 @@ class Api:
         return {"model": self.name, "spec": [str(shape) for shape in engine.shapes] or None, "chosen_by": "auto" if engine.controllers else "flags",
                 "features": str(engine.head.config.layout) if engine.head else None, "max_batch": engine.max_batch, "max_length": engine.max_length,
                 "max_queue": self.loop.max_queue, "ranks": engine.shard.size, "dtype": str(engine.target.norm.weight.dtype).removeprefix("torch."),
-                "device": str(engine.device), "running": sum(map(bool, engine.slots)), "waiting": len(engine.waiting), "tokens": self.loop.totals["tokens"],
-                "tokens_last_10_s": sum(recent), "memory_gb": rounded(torch.cuda.max_memory_allocated() / 1e9 if engine.device.type == "cuda"
-                                                                     else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6),
-                "acceptance_length": rounded(stats.acceptance_length), "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)],
-                "ceiling": max((shape.ceiling for shape in engine.shapes), default=None), "break_even": rounded(median(rounds) / plain[0] if rounds and plain else None)}
+                "device": str(engine.device), "running": sum(map(bool, engine.slots)), "waiting": len(engine.waiting),
+                "tokens": self.loop.totals["tokens"], "tokens_last_10_s": sum(recent),
+                "memory_gb": rounded(torch.cuda.max_memory_allocated() / 1e9 if engine.device.type == "cuda"
+                                     else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6),
+                "acceptance_length": rounded(stats.acceptance_length),
+                "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)],
+                "ceiling": max((shape.ceiling for shape in engine.shapes), default=None),
+                "break_even": rounded(median(rounds) / plain[0] if rounds and plain else None)}
 
     def metrics(self) -> str:
         """Prometheus text; the names and meanings are vLLM's."""
@@ -1032,7 +1043,8 @@ class Api:
             lines.extend(f"{name}{suffix} {value}" for suffix, value in values)
 
         reasons = sorted(key.removeprefix("finished ") for key in list(totals) if key.startswith("finished "))
-        show("vllm:request_success_total", "counter", *((f'{{{label},finished_reason="{reason}"}}', totals[f"finished {reason}"]) for reason in reasons))
+        show("vllm:request_success_total", "counter",
+             *((f'{{{label},finished_reason="{reason}"}}', totals[f"finished {reason}"]) for reason in reasons))
         show("vllm:prompt_tokens_total", "counter", (f"{{{label}}}", totals["prompt tokens"]))
         show("vllm:generation_tokens_total", "counter", (f"{{{label}}}", totals["tokens"]))
         show("vllm:prefix_cache_hits_total", "counter", (f"{{{label}}}", totals["reused"]))
@@ -1043,7 +1055,8 @@ class Api:
         show("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
              *((f'{{{label},position="{depth}"}}', count) for depth, count in sorted(stats.accepted_at.items())))
         for name, values in self.loop.waits.items():
-            show(f"eagle3:{name}_seconds", "gauge", *((f'{{{label},quantile="{q}"}}', sorted(values)[int(q * (len(values) - 1))]) for q in (0.5, 0.99) if values))
+            show(f"eagle3:{name}_seconds", "gauge",
+                 *((f'{{{label},quantile="{q}"}}', sorted(values)[int(q * (len(values) - 1))]) for q in (0.5, 0.99) if values))
         return "\n".join(lines) + "\n"
 
 
@@ -1095,12 +1108,14 @@ def http_handler(api: Api, api_key: str | None):
 
         def route(self, method: str) -> None:
             path = self.path.partition("?")[0]
-            gets = {"/health": lambda: ({"status": "ok"} if api.loop.is_healthy else None), "/v1/models": api.models, "/server_info": api.info, "/metrics": api.metrics}
+            gets = {"/health": lambda: ({"status": "ok"} if api.loop.is_healthy else None), "/v1/models": api.models, "/server_info": api.info,
+                    "/metrics": api.metrics}
             posts = {"/v1/completions": False, "/v1/chat/completions": True}
             if "Transfer-Encoding" in self.headers or method == "GET" and self.headers.get("Content-Length", "0") != "0":
                 self.close_connection = True  # where a proxy sees another end of the request than we do, the rest is not ours to read
                 raise Refusal(400, "a body comes with a POST, and with a Content-Length")
-            if api_key and path != "/health" and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {api_key}".encode()):
+            shown = self.headers.get("Authorization", "")
+            if api_key and path != "/health" and not hmac.compare_digest(shown.encode(), f"Bearer {api_key}".encode()):
                 self.close_connection = True  # nothing is read from whom we do not know
                 raise Refusal(401, "the API key is missing or wrong")
             content = self.body() if method == "POST" else None
@@ -1198,7 +1213,8 @@ def serve(args, ranks: Shard) -> dict:
         signal.signal(name, drain)
     loop.ticked = time.monotonic()  # from now on requests are taken
     if server:
-        print(f"serving on http://{args.host}:{server.server_address[1]}/v1 (up to {args.max_batch} requests at once, {length} tokens each)", flush=True)
+        print(f"serving on http://{args.host}:{server.server_address[1]}/v1 (up to {args.max_batch} requests at once, {length} tokens each)",
+              flush=True)
     loop.run()
     if server:
         until = time.monotonic() + 10

@@ -951,6 +951,25 @@ def test_a_head_of_another_hidden_size_has_its_own_embedding_and_is_trained_save
             random_head(target, **DraftConfig.parse_changes(bad))
 
 
+def test_the_slots_of_a_new_head_attend_to_themselves_first():
+    target = random_target(dtype=torch.float32, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32)
+    layout = FeatureLayout((2, 4, 5), 256, 8)
+    head = DraftHead(DraftConfig.for_target(target.config, layout, 64), torch.arange(64)).init_weights(0).attach(target)
+    tokens, own = torch.tensor(random_prompts([12, 12])), []
+
+    class Watch(eagle3.RowContext):
+        def attend(self, layer, q, k, v, scale=None):
+            scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (k.shape[2], -1)), k) * q.shape[-1] ** -0.5
+            future = torch.ones(12, 12, dtype=torch.bool).triu(1)
+            own.append(scores.masked_fill(future, float("-inf")).softmax(-1).diagonal(dim1=-2, dim2=-1))
+            return super().attend(layer, q, k, v, scale)
+
+    with torch.no_grad():
+        features = layout.pack(target(tokens, boundaries=layout.boundaries).captures)
+        head.step(head.fuse(features), tokens, torch.arange(12).expand(2, -1), Watch())
+    assert (own[0].mean((0, 1, 2)) > 2 / torch.arange(1, 13))[3:].all()  # weight on the own slot, by slot: alike would be 1 / (t + 1)
+
+
 def test_d2t_is_an_offset_and_t2d_a_mask(target):
     head = random_head(target, draft_ids=torch.tensor([3, 4, 10, 63]))
     assert head.d2t.tolist() == [3, 3, 8, 60] and head.t2d.nonzero().flatten().tolist() == [3, 4, 10, 63]

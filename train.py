@@ -123,7 +123,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     if args.features and (args.held_out or args.max_length):
         raise ValueError("--features hold the rows as they were extracted: --held-out and --max-length belong to --data")
     args.max_length = args.max_length or 2048
-    for name in ("ttt_steps", "batch_size", "max_batch", "max_new_tokens", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size", "save_every"):
+    for name in ("ttt_steps", "batch_size", "max_batch", "max_new_tokens", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size",
+                 "save_every"):
         least = 0 if name == "save_every" else 1
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
@@ -255,7 +256,7 @@ def regenerate(args, ranks: Shard) -> dict:
                 request = engine.submit(prompt, args.max_new_tokens, sampling=replace(args.sampling, seed=args.seed + index))
                 running[request] = (conversation, name, index)
                 return
-        except (ValueError, KeyError, TypeError, AttributeError):  # the turns before this one are good
+        except eagle3.MALFORMED:  # the turns before this one are good
             if not conversation.rows:
                 raise
         file.write(conversation.lines(index, name, made))
@@ -270,19 +271,18 @@ def regenerate(args, ranks: Shard) -> dict:
                 index, (name, record) = found
                 if index % world != rank or index in done:
                     continue
-                is_text = record is not None and "input_ids" not in record and not record.keys().isdisjoint(eagle3.PROMPT_KEYS)
-                loaded = tokenizer() if is_text else None  # a missing package or file is no fault of the record
+                loaded = tokenizer() if record and eagle3.needs_tokenizer(record) else None
                 try:
                     if record is None:
                         raise ValueError("not a JSON object in UTF-8")
                     go_on(eagle3.Conversation(record, loaded), name, index)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    report[f"skipped: {error}" if isinstance(error, ValueError) else f"skipped: malformed ({type(error).__name__}: {error})"] += 1
+                except eagle3.MALFORMED as error:
+                    report[eagle3.why_skipped(error)] += 1
             if not engine.busy:
                 break
             for request, new in engine.step():
                 tokens += len(new)
-                if request.finish_reason is None or request not in running:  # a short answer comes in two parts: the prefill's token, then the round's
+                if request.finish_reason is None or request not in running:  # a short answer comes twice: the prefill's token, then the round's
                     continue
                 conversation, name, index = running.pop(request)
                 if request.finish_reason == "error":
@@ -310,10 +310,11 @@ def extract(args, ranks: Shard) -> dict:
     folder = FeatureFolder.create(args.extract, layout, target, rows)
     missing = eagle3.share(folder.missing(), shard)  # a split target computes the same rows everywhere
     needed, free = folder.row_bytes(sum(folder.lengths[i] for i in missing)), shutil.disk_usage(folder.folder).free
-    print(f"{len(rows)} rows, {sum(folder.lengths)} tokens, {len(folder.names)} boundaries: {folder.row_bytes(sum(folder.lengths)) / 1e9:.3f} GB in all, "
-          f"{needed / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
+    print(f"{len(rows)} rows, {sum(folder.lengths)} tokens, {len(folder.names)} boundaries: {folder.row_bytes(sum(folder.lengths)) / 1e9:.3f} GB "
+          f"in all, {needed / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
     if needed > free:
-        raise ValueError(f"{folder.folder} has {free / 1e9:.3f} GB free, {needed / 1e9:.3f} GB are needed: free some, or take fewer rows or boundaries")
+        raise ValueError(f"{folder.folder} has {free / 1e9:.3f} GB free, {needed / 1e9:.3f} GB are needed: free some, or take fewer rows or "
+                         "boundaries")
     mine, window, begun, tokens = [i for i in missing if i % ranks.size == ranks.rank], args.batch_size * 64, time.perf_counter(), 0
     computed = missing if shard.size > 1 else mine
     boundaries, pending = [int(name[2:]) for name in folder.names], deque()
@@ -396,7 +397,8 @@ def inspect(args) -> dict:
         target = eagle3.load_target(args.target, ours.dtype if ours else args.dtype, args.device)
         width = next(iter(first[0][1].values())).shape[1]
         if width != target.config.hidden_size:
-            raise ValueError(f"these features are {width} wide, the target's hidden size is {target.config.hidden_size}: name the target they were made with")
+            raise ValueError(f"these features are {width} wide, the target's hidden size is {target.config.hidden_size}: name the target they were "
+                             "made with")
         matches = eagle3.identify_blocks(first, target)
         for match in matches:
             print(f"  {match}")
@@ -577,9 +579,9 @@ def train(args, ranks: Shard = Shard()) -> dict:
     optimizer = new_optimizer(head, args)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
-    settings = {"layers": head.config.layout.flag, "head": args.head, "draft_vocab_size": head.config.draft_vocab_size,
-                "ttt_steps": args.ttt_steps, "chain_share": args.chain_share, "max_length": args.max_length, "batch_size": args.batch_size, "accumulate": args.accumulate, "lr": args.lr, "steps": total,
-                "seed": args.seed, "dtype": args.dtype, "rows": source.identity, "target": head.target.fingerprint}
+    settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "steps": total,
+                **{key: getattr(args, key) for key in ("head", "ttt_steps", "chain_share", "max_length", "batch_size", "accumulate", "lr", "seed", "dtype")},
+                "rows": source.identity, "target": head.target.fingerprint}
     state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
     if args.resume:
         state = load_checkpoint(checkpoint, head, optimizer, settings)
@@ -631,12 +633,14 @@ BENCH_PARTS = ("target", "teacher", "forward", "backward", "optimizer")  # what 
 def bench(args, ranks: Shard) -> dict:
     """Time optimizer steps on the rows, part by part; nothing is saved. With several ranks: rank 0's times and memory."""
     head, source, *_ = offline(args, ranks) if args.features else online(args, ranks)
-    memory = lambda: (torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9
+    memory = lambda: (torch.cuda.max_memory_allocated() if args.device.startswith("cuda")
+                      else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9
     optimizer, before, laps, tokens, slots = new_optimizer(head, args), memory(), [], 0, 0
     batches = eagle3.epoch_batches(source.lengths, args.batch_size, args.seed, 0)[:BENCH_WARMUP + (args.steps or 20)]
     if len(batches) <= BENCH_WARMUP or args.batch_size < ranks.size:
         raise ValueError(f"--bench warms up with {BENCH_WARMUP} batches, of a row for every rank at least: there are {len(batches)} batches of "
-                         f"{args.batch_size} for {ranks.size} ranks; give more rows, or a {'smaller' if len(batches) <= BENCH_WARMUP else 'larger'} --batch-size")
+                         f"{args.batch_size} for {ranks.size} ranks; give more rows, or a "
+                         f"{'smaller' if len(batches) <= BENCH_WARMUP else 'larger'} --batch-size")
     for step, indices in enumerate(tqdm(batches, desc="steps", unit="step")):
         loaded, watch = source.load(indices), eagle3.Stopwatch(torch.device(args.device))
         stats, _ = train_step(head, source, optimizer, [loaded], step, args, watch.mark)
