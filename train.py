@@ -671,7 +671,9 @@ def plot(metrics: Path, picture: Path) -> None:
     groups = [lines[i:i + span] for i in range(0, len(lines) - span + 1, span)]
     mean = lambda of: [sum(map(of, group)) / span for group in groups]
     tokens = [group[-1]["tokens"] / 1e6 for group in groups]
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    is_simulated = any(line["simulated_acceptance_length"] for line in lines)  # not with a chain share below 1
+    figure, panels = pyplot.subplots(1, 2 + is_simulated, figsize=(8 + 4 * is_simulated, 3.4), layout="constrained")
+    left, middle, *rest = panels
     left.plot(tokens, mean(lambda line: line["loss"]), color="tab:blue")
     left.set_title("loss")
     steps = len(lines[0]["accuracy"])
@@ -679,9 +681,10 @@ def plot(metrics: Path, picture: Path) -> None:
         middle.plot(tokens, mean(lambda line: line["accuracy"][step]), color=pyplot.cm.viridis(0.9 * step / max(1, steps - 1)), label=f"step {step}")
     middle.set_title("accuracy on training rows")
     middle.legend(fontsize="x-small")
-    right.plot(tokens, mean(lambda line: line["simulated_acceptance_length"] or math.nan), color="tab:green")
-    right.set_title("simulated acceptance length on training rows")
-    for axes in (left, middle, right):
+    for right in rest:
+        right.plot(tokens, mean(lambda line: line["simulated_acceptance_length"] or math.nan), color="tab:green")
+        right.set_title("simulated acceptance length\non training rows")
+    for axes in panels:
         axes.set_xlabel("million tokens")
         axes.grid(alpha=0.3)
     figure.savefig(picture)
