@@ -1976,7 +1976,6 @@ class Controller:
         self.shapes = (None, *shapes)
         self.ms = {shape: deque(maxlen=self.memory) for shape in self.shapes}
         self.tokens = {shape: deque(maxlen=self.memory) for shape in self.shapes}  # per row and round
-        self.rounds = Counter()  # by shape, all of them
         self.since_probe, self.interval, self.turn = 0, self.shortest, 0
 
     def median_ms(self, shape: SpecConfig | None) -> float:
@@ -2008,7 +2007,6 @@ class Controller:
         to_beat = self.rate(self.best()) if is_probe else 0.0
         self.ms[shape].append(ms)
         self.tokens[shape].append(tokens)
-        self.rounds[shape] += 1
         self.since_probe += 1
         if not is_probe:
             return
@@ -2016,6 +2014,20 @@ class Controller:
             self.since_probe, self.interval, self.turn = 0, min(2 * self.interval, self.longest), self.turn + 1
         elif self.best() == shape:
             self.since_probe, self.interval = 0, self.shortest
+
+
+class RoundTime(NamedTuple):
+    """What one round took, in ms, and gave."""
+    shape: SpecConfig | None
+    draft: float
+    verify: float
+    host: float
+    rows: int    # requests that decoded
+    tokens: int  # of all of them: the accepted guesses, and one for each
+
+    @property
+    def ms(self) -> float:
+        return self.draft + self.verify + self.host
 
 
 @dataclass(eq=False)
@@ -2057,13 +2069,14 @@ class Engine:
     max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
     to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
     finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (ascending, the last
-    max_batch; default 1 and max_batch), that hold the requests which decode; each size is compiled on its own. Raises ValueError for a
-    head without a spec, or attached to another target.
+    max_batch; default 1 and max_batch), that hold the requests which decode; each size is compiled on its own. margin: the cache's columns
+    behind max_length, at least; attention over as many columns rounds alike, so engines whose texts are compared have the same. Raises
+    ValueError for a head without a spec, or attached to another target.
     """
-    block = 32  # slots that the head catches up with at once after plain steps
+    block = 32  # slots that the head catches up with at once after plain steps, and the least margin
 
     def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | tuple[SpecConfig, ...] | None = None,
-                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512, sizes: tuple[int, ...] | None = None):
+                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512, sizes: tuple[int, ...] | None = None, margin: int = 0):
         if (head is None) != (spec is None):
             raise ValueError("an Engine needs a draft head and a SpecConfig, or neither")
         if head is not None and head.target is not target:
@@ -2078,12 +2091,12 @@ class Engine:
         for module in (target, head) if head else (target,):
             pack(module)
         self.is_compiled, self.sizes = False, sizes or tuple(sorted({1, max_batch}))
-        self.controllers = {size: Controller(shapes) for size in self.sizes} if isinstance(spec, tuple) else None
+        self.is_auto = isinstance(spec, tuple)
+        self.reset_measurements()
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.device = weight.device
         # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
-        self.margin = max([1] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes]
-                          + [self.block] * (head is not None))
+        self.margin = max([self.block, margin] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes])
         columns = max_length + self.margin
         heads, width, value_width = config.cached
         self.cache = KVCache(config.num_layers, max_batch, self.shard.count(heads), columns, width, weight.dtype, self.device, value_width)
@@ -2108,7 +2121,11 @@ class Engine:
         self.slots: list[Request | None] = [None] * max_batch
         self._occupy(0, None)
         self.waiting: deque[Request] = deque()
-        self.times: dict[str, list[float]] = {"draft": [], "verify": [], "host": [], "round": []}  # ms by round (with a head: that drafted)
+
+    def reset_measurements(self) -> None:
+        """Forget what was measured so far: a warm-up, say."""
+        self.rounds: deque[RoundTime] = deque(maxlen=100_000)  # a server runs for months
+        self.controllers = {size: Controller(self.shapes) for size in self.sizes} if self.is_auto else None
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -2284,8 +2301,7 @@ class Engine:
                     self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
                 self.step(shape)
         self.held, self.prefill_chunk = [[] for _ in range(self.max_batch)], chunk
-        self.times = {name: [] for name in self.times}
-        self.controllers = {size: Controller(self.shapes) for size in self.sizes} if self.controllers else None  # forget the compiler's seconds
+        self.reset_measurements()  # of the compiler's seconds
         return self
 
     # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
@@ -2442,13 +2458,11 @@ class Engine:
                 request.stats.add(len(new), min(accepted, len(new)))
             events.append((request, new))
         host = (time.perf_counter() - begun) * 1000
-        total = draft + verify + extend + host
-        if shape or not self.head:
-            for name, ms in zip(self.times, (draft + extend, verify, host, total)):
-                self.times[name].append(ms)
-                del self.times[name][:-100_000]  # a server runs for months
+        rows = len(decoding)
+        done = RoundTime(shape, draft + extend, verify, host, rows, rows + sum(told[slot][0] for slot in decoding))
+        self.rounds.append(done)
         if self.controllers:
-            self.controllers[size].record(shape, total, 1 + sum(told[slot][0] for slot in decoding) / len(decoding))
+            self.controllers[size].record(shape, done.ms, done.tokens / rows)
         return events
 
 
@@ -2671,11 +2685,33 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def fast_dtype(name: str, device: str) -> str:
-    """bfloat16 as float32 on a CPU without bf16 products, where these take five times as long; anything else as it is."""
-    is_slow = not torch.ops.mkldnn._is_mkldnn_bf16_supported() or (  # AVX-512 alone is supported, too, by way of fp32
-        torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported())
-    return "float32" if name == "bfloat16" and device == "cpu" and is_slow else name
+def choose_dtype(stored: str, device: str, job: str, shard: Shard = Shard()) -> str:
+    """The dtype to compute in: as stored, but float32 for a bfloat16 that is clearly slower in what the job does on this CPU. What the flags of
+    a CPU promise says little about that (bf16 products may be emulated, or as fast as fp32's but from memory half the bytes), so it is
+    measured, for some 50 ms. job: "decoding" (one row, times more weights than the caches hold) or "training" (large products, as prompts
+    have them, too). All ranks get rank 0's choice. Prints what it found."""
+    if stored != "bfloat16" or not device.startswith("cpu"):
+        return stored
+    if job == "decoding":
+        size, rows = 2048, 1
+        memory = torch.full((16 * size * size,), 0x3c00, dtype=torch.int16)  # the same bytes are small weights of either dtype
+    else:
+        size, rows = 1024, 256
+        memory = torch.full((2 * size * size,), 0x3c00, dtype=torch.int16)
+    seconds: dict[str, list[float]] = {"bfloat16": [], "float32": []}
+    for turn in range(4):  # the first warms up
+        for name, times in seconds.items():
+            weights = memory.view(torch_dtype(name)).view(-1, size, size)
+            x = torch.ones(rows, size, dtype=weights.dtype)
+            begun = time.perf_counter()
+            for weight in weights:
+                F.linear(x, weight)
+            times.append((time.perf_counter() - begun) / len(weights))
+    ms = {name: 1000 * min(times[1:]) for name, times in seconds.items()}
+    chosen, ms = share(("float32" if ms["bfloat16"] > 1.1 * ms["float32"] else "bfloat16", ms), shard)
+    print(f"{chosen} (measured: a product of {rows} x {size} by {size} x {size} takes {ms['bfloat16']:.2f} ms in bfloat16, "
+          f"{ms['float32']:.2f} in float32; --dtype overrides)")
+    return chosen
 
 
 def read_target_config(folder: str | Path) -> TargetConfig:

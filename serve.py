@@ -95,7 +95,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     # machine
     add("--no-compile", action="store_true", help="--bench and the server without torch.compile (one-off answers are never compiled: it would "
         "cost more than it saves)")
-    add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored; float32 on a CPU without bf16 products)")
+    add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored, but float32 on a CPU that decodes faster in it)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.probe, args.plan))
@@ -145,7 +145,7 @@ def stated_layout(args, config: eagle3.TargetConfig) -> FeatureLayout | None:
 
 def load_own_part(args, ranks: Shard) -> eagle3.Target:
     """The target, or this rank's part of it; settles args.dtype."""
-    args.dtype = args.dtype or eagle3.fast_dtype(eagle3.read_target_config(args.target).dtype, args.device)
+    args.dtype = args.dtype or eagle3.choose_dtype(eagle3.read_target_config(args.target).dtype, args.device, "decoding", ranks)
     return eagle3.load_target(args.target, args.dtype, args.device, ranks)
 
 
@@ -203,7 +203,7 @@ def answer(args, ranks: Shard) -> dict:
 def plan(args) -> dict:
     """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
     config = eagle3.read_target_config(args.target)
-    dtype = eagle3.torch_dtype(args.dtype or eagle3.fast_dtype(config.dtype, args.device))
+    dtype = eagle3.torch_dtype(args.dtype or config.dtype)  # a plan is for another machine: nothing is measured here
     stated = stated_layout(args, config)
     if args.draft:
         stored = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json"))
@@ -373,6 +373,26 @@ def plot_bench(picture: str, by_category: dict[str, dict], per_position: list[fl
     print(f"drew {picture}")
 
 
+ENOUGH_ROUNDS = 50  # drafted, for an acceptance length to within a tenth or two
+
+
+def median_of(rounds, part: str) -> float | None:
+    """ms of the rounds' `part`; None where there was no round, since every answer is one token."""
+    return median(getattr(r, part) for r in rounds) if rounds else None
+
+
+def shape_name(shape: SpecConfig | None) -> str:
+    return f"{shape.num_steps}-{shape.topk}-{shape.num_draft_tokens}" if shape else "none"
+
+
+def expected_speedup(plain, rounds) -> float | None:
+    """Tokens per ms of the shapes that ran, each at its median time, over those of plain rounds (prompts left out)."""
+    if not plain or not rounds:
+        return None
+    ms = sum(median_of(same, "ms") * len(same) for same in ([r for r in rounds if r.shape == shape] for shape in {r.shape for r in rounds}))
+    return sum(r.tokens / r.rows for r in rounds) / ms * median_of(plain, "ms")
+
+
 def timed(engine: Engine, prompts: list[list[int]], args):
     begun = time.perf_counter()
     requests = eagle3.run_requests(engine, prompts, args.max_new_tokens, sampling=args.sampling)
@@ -390,7 +410,8 @@ def bench(args, ranks: Shard) -> dict:
     longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
     kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
     size = dict(max_batch=args.max_batch, max_length=longest, sizes=(args.max_batch,))
-    engines = {"plain": Engine(target, **size), "spec": kind(target, head, spec, **size)}
+    speculative = kind(target, head, spec, **size)
+    engines = {"plain": Engine(target, **size, margin=speculative.margin), "spec": speculative}
     peer = Peer(args) if args.peer else None
     if peer:
         peer.seconds([prompts[0].ids])
@@ -398,9 +419,9 @@ def bench(args, ranks: Shard) -> dict:
         if not args.no_compile:
             engine.compile()
         eagle3.run_requests(engine, [prompt.ids for prompt in prompts[:args.max_batch]], min(8, args.max_new_tokens), sampling=args.sampling)
-        engine.times = {name: [] for name in engine.times}
+        engine.reset_measurements()
     seconds, tokens = {"plain": 0.0, "spec": 0.0, "peer": 0.0}, {"plain": 0, "spec": 0, "peer": 0}
-    stats, ratios, identical, ties, plain_steps, tallies, by_prompt = SpecStats(), [], 0, 0, 0, {}, []
+    stats, ratios, identical, ties, tallies, by_prompt = SpecStats(), [], 0, 0, {}, []
     shapes = spec if isinstance(spec, tuple) else (spec,)
     ceiling, depth = max(shape.ceiling for shape in shapes), max(shape.num_steps for shape in shapes)
     for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
@@ -422,7 +443,7 @@ def bench(args, ranks: Shard) -> dict:
         tally = tallies.setdefault(names.pop() if len(names) == 1 else "mixed", Tally())
         tally.prompts, tally.ratios = tally.prompts + len(chosen), tally.ratios + [ratios[-1]]
         for prompt, plain, fast in zip(chosen, results["plain"], results["spec"]):
-            stats, plain_steps, tally.stats = stats + fast.stats, plain_steps + fast.plain_steps, tally.stats + fast.stats
+            stats, tally.stats = stats + fast.stats, tally.stats + fast.stats
             if fast.stats.rounds:
                 by_prompt.append((fast.stats.acceptance_length, prompt.name))
             parted = eagle3.first_divergence(target, prompt.ids, plain.output, fast.output, args.sampling)
@@ -431,23 +452,23 @@ def bench(args, ranks: Shard) -> dict:
                 ties += parted[1] < TIE[args.dtype]
                 tqdm.write(f"texts part after {parted[0]} tokens, where the two tokens' logits are {parted[1]:.2g} apart: "
                            + ("a rounding tie" if parted[1] < TIE[args.dtype] else "NOT a tie"))
-    middle = lambda values: median(values) if values else None  # no round at all where every answer is one token
-    ms_plain = middle(engines["plain"].times["round"])
-    times = {name: middle(values) for name, values in engines["spec"].times.items()}
     rate = {name: tokens[name] / seconds[name] for name in seconds if seconds[name]}
     if args.replay is not None:
         print("REPLAY: the guesses are the recorded text, spoilt at random; this measures the engine, not the head, and not exactness")
         identical = ties = None
-    break_even, acceptance = (times["round"] / ms_plain if ms_plain and times["round"] else None), stats.acceptance_length
+    plain, rounds = engines["plain"].rounds, engines["spec"].rounds
+    drafted = [r for r in rounds if r.shape]
+    ms_plain, ms_drafted = median_of(plain, "ms"), median_of(drafted, "ms")
+    times = {part: median_of(drafted, part) for part in ("draft", "verify", "host")}
+    by_shape = {shape_name(shape): sum(r.shape == shape for r in rounds) for shape in (None, *shapes)}
+    break_even = ms_drafted / ms_plain if ms_plain and drafted else None
+    acceptance = stats.acceptance_length if stats.rounds >= ENOUGH_ROUNDS else None
+    print("rounds by shape (steps-topk-tokens): " + ", ".join(f"{name} {count}" for name, count in by_shape.items()))
     if acceptance and break_even:
-        print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}"
-              + ("" if acceptance > break_even else ": cannot pay")
-              + (f"; drafted in {stats.rounds} of {stats.rounds + plain_steps} rounds" if isinstance(spec, tuple) else ""))
-    controllers = engines["spec"].controllers
-    by_shape = {"-".join(map(str, (shape.num_steps, shape.topk, shape.num_draft_tokens))) if shape else "none":
-                sum(c.rounds[shape] for c in controllers.values()) for shape in (None, *shapes)} if controllers else None
-    if by_shape:
-        print("rounds by shape (steps-topk-tokens): " + ", ".join(f"{name} {count}" for name, count in by_shape.items()))
+        print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}" + ("" if acceptance > break_even else ": cannot pay"))
+    else:
+        print(f"acceptance length: too few rounds to tell ({stats.rounds} drafted, {ENOUGH_ROUNDS} would do): give more prompts, or fix a shape, such as "
+              f"--num-steps {shapes[0].num_steps} --draft-topk {shapes[0].topk} --num-draft-tokens {shapes[0].num_draft_tokens}")
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
           f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included"
           + (f"; transformers {rate['peer']:.1f} tok/s" if peer else ""))
@@ -459,7 +480,7 @@ def bench(args, ranks: Shard) -> dict:
             "spec": "auto" if isinstance(spec, tuple) else [spec.num_steps, spec.topk, spec.num_draft_tokens],
             "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1),
             "speedup": rounded(rate["spec"] / rate["plain"]),
-            "expected_speedup": rounded(acceptance / break_even if acceptance and break_even else None),
+            "expected_speedup": rounded(expected_speedup(plain, rounds)),
             "acceptance_length": rounded(acceptance),
             "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling, "rounds_by_shape": by_shape,
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
@@ -506,9 +527,9 @@ def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
     for prompt in prompts:
         eagle3.run_requests(engines[0], [prompt], CHECK_NEW_TOKENS)
         stats = stats + eagle3.run_requests(engines[1], [prompt], CHECK_NEW_TOKENS)[0].stats
-    plain, rounds = (engine.times["round"] for engine in engines)
+    plain, rounds = (median_of(engine.rounds, "ms") for engine in engines)
     return {"acceptance_length": rounded(stats.acceptance_length), "ceiling": spec.ceiling,
-            "break_even": rounded(median(rounds) / median(plain) if plain and rounds else None)}
+            "break_even": rounded(rounds / plain if plain and rounds else None)}
 
 
 class WiringFault(Exception):
@@ -1017,8 +1038,8 @@ class Api:
     def info(self) -> dict:
         """What was resolved, and how it goes."""
         engine, stats, now = self.engine, self.loop.stats, time.monotonic()
-        plain = [controller.median_ms(None) for controller in (engine.controllers or {}).values() if controller.ms[None]]
-        rounds = engine.times["round"][-256:]
+        rounds = list(engine.rounds)[-1024:]
+        plain, drafted = (median_of([r for r in rounds if bool(r.shape) == is_drafted], "ms") for is_drafted in (False, True))
         depth = max((shape.num_steps for shape in engine.shapes), default=0)
         recent = [tokens for second, tokens in list(self.loop.recent.items()) if now - 10 <= second < int(now)]
         return {"model": self.name, "spec": [str(shape) for shape in engine.shapes] or None, "chosen_by": "auto" if engine.controllers else "flags",
@@ -1031,7 +1052,7 @@ class Api:
                 "acceptance_length": rounded(stats.acceptance_length),
                 "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)],
                 "ceiling": max((shape.ceiling for shape in engine.shapes), default=None),
-                "break_even": rounded(median(rounds) / plain[0] if rounds and plain else None)}
+                "break_even": rounded(drafted / plain if drafted and plain else None)}
 
     def metrics(self) -> str:
         """Prometheus text; the names and meanings are vLLM's."""

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import sys
@@ -39,7 +40,9 @@ import eagle3
 from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, Shard, SpecConfig, SpecStats, Target, TargetConfig, TargetEnds,
                     TTTStats)
 
-DEMO, DEMO_STEPS = Path("runs/demo"), (170, 90)  # optimizer steps of the demo's target and head
+DEMO, DEMO_STEPS = Path("runs/demo"), (200, 440)  # optimizer steps of the demo's target and head
+DEMO_ROWS, DEMO_PROMPT, DEMO_NEW_TOKENS = 512, 32, 160  # what the target writes for its head: rows, and bytes that are given and made of each
+DEMO_SAMPLING = eagle3.Sampling(0.7, seed=1)
 EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
 BENCH_WARMUP = 3  # optimizer steps of --bench that are not timed
 
@@ -87,14 +90,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--split-target", choices=["auto", "yes", "no"], default="auto", help="with several ranks: each holds a part of the target, which "
         "computes all their rows together; or all of it (auto: where that takes more than half of a rank's memory, it is split)")
     add("--dtype", choices=["bfloat16", "float32", "float64"],
-        help="of the target and of products (default: bfloat16, float32 on a CPU without bf16 products); master weights are fp32 at least")
+        help="of the target and of products (default: bfloat16, but float32 on a CPU where that is faster); master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     if not args.target:  # the demo has smaller defaults
-        parser.set_defaults(batch_size=8, lr=2e-3, ttt_steps=4, steps=DEMO_STEPS[1])
+        parser.set_defaults(batch_size=4, lr=6e-3, ttt_steps=3, steps=DEMO_STEPS[1], dtype="float32")
         args = parser.parse_args(argv)
     args.device = eagle3.torch_device(args.device)
-    args.dtype = args.dtype or eagle3.fast_dtype("bfloat16", args.device)
     if args.adopt and not (args.inspect and args.target):
         raise ValueError("--adopt belongs to --inspect DIR --target DIR")
     if args.inspect:
@@ -131,6 +133,28 @@ def parse_args(argv=None) -> argparse.Namespace:
     if not 0 < args.chain_share <= 1:
         raise ValueError(f"--chain-share must be above 0, and at most 1: got {args.chain_share}")
     return args
+
+
+def begun_dtype(args) -> str | None:
+    """Of the run that this one goes on with."""
+    checkpoint = Path(args.out or "") / "checkpoint" / "training.safetensors"
+    if args.resume and checkpoint.exists():
+        return json.loads(eagle3.open_tensors(checkpoint).metadata()["state"])["settings"]["dtype"]
+    if args.extract and (Path(args.extract) / "manifest.json").exists():
+        return FeatureFolder(args.extract).dtype
+    answers = Path(args.regenerate or "")
+    for file in (answers, answers.with_suffix(f".0{answers.suffix}")) if args.regenerate else ():
+        found = re.match(rb'.*"made": "\w+-(\w+)"', file.open("rb").readline()) if file.is_file() else None
+        if found:
+            return found[1].decode()
+    return None
+
+
+def settle_dtype(args, ranks: Shard) -> None:
+    if args.dtype is None:
+        args.dtype = eagle3.share(begun_dtype(args), ranks)
+    if args.dtype is None:
+        args.dtype = eagle3.choose_dtype("bfloat16", args.device, "decoding" if args.regenerate else "training", ranks)
 
 
 def target_shard(args, ranks: Shard) -> Shard:
@@ -234,8 +258,8 @@ def regenerate(args, ranks: Shard) -> dict:
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     length = min(args.max_length, target.config.max_position_embeddings)
     settings = [target.fingerprint, [(Path(file).name, Path(file).stat().st_size) for file in args.data], length, args.max_new_tokens,
-                args.temperature, args.top_p, args.seed, args.dtype, rank, world]
-    made = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+                args.temperature, args.top_p, args.seed, rank, world]
+    made = f"{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]}-{args.dtype}"
     done = eagle3.finished_conversations(out, made)
     eagle3.wait_for_all(shard)  # rank 0 is about to write
     records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
@@ -394,7 +418,7 @@ def inspect(args) -> dict:
     summary = {"rows": len(wanted), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": double, "tokens": tokens,
                "supervised": supervised, "blocks": None, "cause": None}
     if args.target and first:  # in their own dtype: rounding sends tokens to other experts
-        target = eagle3.load_target(args.target, ours.dtype if ours else args.dtype, args.device)
+        target = eagle3.load_target(args.target, ours.dtype if ours else args.dtype or "float32", args.device)
         width = next(iter(first[0][1].values())).shape[1]
         if width != target.config.hidden_size:
             raise ValueError(f"these features are {width} wide, the target's hidden size is {target.config.hidden_size}: name the target they were "
@@ -757,56 +781,107 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
 # The demo
 
 
-def make_demo_target(folder: Path, data: Path, args) -> None:
-    """Train a small byte-level Llama on the source of Python's standard library (about a minute on two cores), and write training rows."""
+def python_source() -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of the standard library's modules: to train on, and every twentieth module held out."""
+    modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    held_out = modules[::20]
+    del modules[::20]
+    return tuple(torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8).long() for part in (modules, held_out))
+
+
+def make_demo_target(folder: Path, prompts: Path, args) -> None:
+    """Train a small byte-level Llama on the source of Python's standard library, and write beginnings for it to go on from."""
     torch.manual_seed(0)
-    sources = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    text = b"\n".join(sources)
     config = TargetConfig(
-        architecture="LlamaForCausalLM", hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=32,
+        architecture="LlamaForCausalLM", hidden_size=128, intermediate_size=384, num_layers=8, num_heads=4, num_kv_heads=1, head_dim=32,
         vocab_size=eagle3.ByteTokenizer.vocab_size, rms_norm_eps=1e-5, rope=eagle3.RopeConfig(10000.0), max_position_embeddings=2048,
         tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
         eos_token_ids=(eagle3.ByteTokenizer.eos_id,), dtype="float32")
     target = Target(config).to(args.device)
     for parameter in target.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, 0, 0.02)
-    steps, B, T = DEMO_STEPS[0], 16, 256
-    optimizer = torch.optim.AdamW(target.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
-    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+            torch.nn.init.normal_(parameter, 0, 0.5 * parameter.shape[1] ** -0.5)
+    steps, B, T, peak = DEMO_STEPS[0], 32, 128, 1e-2
+    matrices = [parameter for parameter in target.layers.parameters() if parameter.dim() > 1]
+    others = [*target.embed_tokens.parameters(), *target.lm_head.parameters(), *(p for p in target.parameters() if p.dim() == 1)]
+    optimizers = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),  # half the steps that AdamW alone takes
+                  torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    train_bytes, held_bytes = python_source()
+
+    def loss_on(data: torch.Tensor, count: int, generator=None) -> torch.Tensor:
+        starts = torch.randint(len(data) - T - 1, (count,), generator=generator)
+        rows = data[starts[:, None] + torch.arange(T + 1)].to(args.device)
+        logits = target.logits(target(rows[:, :-1]).last)
+        return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
     bar = tqdm(range(steps), desc="demo target", unit="step")
     for step in bar:
-        starts = torch.randint(len(ids) - T - 1, (B,))
-        rows = ids[starts[:, None] + torch.arange(T + 1)].to(args.device)
-        with autocast(args):
-            logits = target.logits(target(rows[:, :-1]).last)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-        optimizer.zero_grad()
+        loss = loss_on(train_bytes, B)
+        target.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, 2e-3)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(step, steps, peak)
+            optimizer.step()
         bar.set_postfix_str(f"{loss.item() / math.log(2):.2f} bits per byte")
-    chunks = [text[i:i + 256].decode("utf-8", errors="ignore") for i in range(0, len(text), 256)]
-    eagle3.write_text(data, "".join(json.dumps({"text": chunk}) + "\n" for chunk in chunks))
+    with torch.no_grad():
+        bits = loss_on(held_bytes, 512, torch.Generator().manual_seed(1)).item() / math.log(2)
+    print(f"the demo's target: {bits:.2f} bits per byte on modules of the standard library that it never saw")
+    starts = torch.randint(len(train_bytes) - DEMO_PROMPT, (DEMO_ROWS,)).tolist()
+    texts = (bytes(train_bytes[start:start + DEMO_PROMPT].tolist()).decode(errors="ignore") for start in starts)
+    eagle3.write_text(prompts, "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     folder.mkdir(parents=True, exist_ok=True)
     eagle3.write_text(folder / "tokenizer_config.json", json.dumps({"tokenizer_class": "ByteTokenizer"}))
-    eagle3.save_target(target.to(torch.bfloat16), folder)
+    eagle3.save_target(target, folder)
+
+
+def compare_speeds(args) -> dict:
+    """What a newcomer wants to see: text that the target writes with its head, and how much sooner it comes than without."""
+    target = eagle3.load_target(args.target, args.dtype, args.device)
+    head, tokenizer, spec = eagle3.load_draft(args.out, target), eagle3.load_tokenizer(args.target), SpecConfig(3, 1, 4)
+    prompts = [tokenizer.encode(text) for text in ("import os", "class Parser:\n", "def main(", "    if not ", "# Copyright", "try:\n")]
+    length, new = 64 + DEMO_NEW_TOKENS, DEMO_NEW_TOKENS
+    plain, fast = eagle3.Engine(target, max_length=length), eagle3.Engine(target, head, spec, max_length=length)
+    seconds, stats, texts = {plain: 0.0, fast: 0.0}, SpecStats(), []
+    for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc="with and without the head", unit="prompt")):
+        answers = {}
+        for engine in (plain, fast) if turn % 2 else (fast, plain):
+            begun = time.perf_counter()
+            answers[engine], = eagle3.run_requests(engine, [prompt], new, sampling=DEMO_SAMPLING)
+            seconds[engine] += (time.perf_counter() - begun) * (turn > 0)  # the first turn warms up
+        if turn:
+            stats = stats + answers[fast].stats
+            texts.append(tokenizer.decode(prompt + answers[fast].output))
+    print(f"\nwhat the target writes, with its head (temperature {DEMO_SAMPLING.temperature:g}):\n\n    " + texts[0].replace("\n", "\n    ") + "\n")
+    length, speedup = stats.acceptance_length, seconds[plain] / seconds[fast]
+    ms = {name: sorted(r.ms for r in engine.rounds)[len(engine.rounds) // 2] for name, engine in (("step", plain), ("round", fast))}
+    print(f"Each pass of the target gave {length:.2f} tokens instead of 1: its head guessed {spec.num_steps} ahead, of which "
+          + ", ".join(f"{100 * rate:.0f} %" for rate in stats.per_position_acceptance(spec.num_steps)) + " were right so far; "
+          f"the same {len(prompts)} texts came {speedup:.2f} times as fast as without the head, measured in turns.")
+    if speedup <= 1:
+        print(f"So it does not pay here: a round took {ms['round'] / ms['step']:.2f} plain steps ({ms['round']:.1f} ms against {ms['step']:.1f}). For so "
+              "small a target the head is no small part of the work; a larger target, whose step costs many times the head's, is where it pays.")
+    return {"tokens_per_pass": round(length, 2), "speedup": round(speedup, 2)}
 
 
 def demo(args, ranks: Shard) -> dict:
-    """Target, head and report with nothing downloaded; the head goes through the same train() as any other."""
-    target, data, out = DEMO / "target", DEMO / "data.jsonl", DEMO / "draft"
+    """Target, head and report with nothing downloaded. The target answers for its head's training rows, and the head is trained on these, through
+    the same regenerate() and train() as for any other."""
+    target, prompts, answers, out = (DEMO / name for name in ("target", "prompts.jsonl", "answers.jsonl", "draft"))
+    args.target, args.data, args.out = str(target), [str(answers)], str(out)
     if ranks.rank == 0:
-        target.mkdir(parents=True, exist_ok=True)
-        if not (target / "config.json").exists():
-            make_demo_target(target, data, args)
+        if not (target / "config.json").exists() or not prompts.exists():
+            shutil.rmtree(DEMO, ignore_errors=True)
+            DEMO.mkdir(parents=True)
+            make_demo_target(target, prompts, args)
         shutil.rmtree(out, ignore_errors=True)
+        regenerate(argparse.Namespace(**{**vars(args), "data": [str(prompts)], "regenerate": str(answers), "sampling": DEMO_SAMPLING,
+                                         "temperature": DEMO_SAMPLING.temperature, "max_new_tokens": DEMO_NEW_TOKENS, "max_batch": 128, "no_compile": True}),
+                   Shard())
     eagle3.wait_for_all(ranks)
-    args.target, args.data, args.out = str(target), [str(data)], str(out)
     summary = train(args, ranks)
-    print('now decode with it: python serve.py --prompt "import os" --max-new-tokens 200')
+    summary.update(compare_speeds(args) if ranks.rank == 0 else {})
+    print('now decode with it: python serve.py --prompt "import os" --max-new-tokens 200 --temperature 0.7')
     return summary
 
 
@@ -815,6 +890,7 @@ def main(ranks: Shard = Shard(), argv=None) -> dict:
     args.target = args.target and eagle3.model_folder(args.target)
     if args.inspect:
         return inspect(args)
+    settle_dtype(args, ranks)
     for job, run in ((args.extract, extract), (args.regenerate, regenerate), (args.bench, bench)):
         if job:
             return run(args, ranks)
