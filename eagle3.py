@@ -664,7 +664,9 @@ def join_ranks() -> Shard:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return Shard()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    return Shard(dist.get_rank(), dist.get_world_size())
+    shard = Shard(dist.get_rank(), dist.get_world_size())
+    wait_for_all(shard)  # who fails and leaves at once must not break another's joining
+    return shard
 
 
 def check_split(shard: Shard, what: str, sizes: dict[str, int], num_kv_heads: int) -> None:
@@ -3907,8 +3909,8 @@ def run_script(name: str, run) -> None:
     except SystemExit as error:
         code, message = error.code, "terminated" if error.code == 143 else None
     except Exception as error:
-        lost = dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in str(error))
-        code, message = ((3, f"rank {shard.rank} lost another rank: it was killed, or ran out of memory ({error})") if lost
+        lost = "RANK" in os.environ and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+        code, message = ((3, f"rank {os.environ['RANK']} lost another rank: it was killed, or ran out of memory ({error})") if lost
                          else (1, traceback.format_exc()))
     if message and is_first_failure():
         print(f"{name}: {message}", file=sys.__stderr__)

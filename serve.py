@@ -1246,8 +1246,8 @@ def serve(args, ranks: Shard) -> dict:
             "acceptance_length": rounded(loop.stats.acceptance_length)}
 
 
-def main(ranks: Shard) -> dict:
-    args = parse_args()
+def main(ranks: Shard = Shard(), argv=None) -> dict:
+    args = parse_args(argv)
     if args.plan:
         return plan(args)
     if args.probe is not None:
