@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -258,12 +260,37 @@ SPLIT_ROUNDS = ((1, Sampling(), "chain"), (3, Sampling(0.9, seed=3), "tree"), (3
                 (2, Sampling(0.8, seed=5), "none"))
 
 
-def run_ranks(count, *command, check=0, **more):
-    """Real processes: a function of this file, or a script, under torchrun."""
-    command = (HERE / command[0], *command[1:]) if command[0].endswith(".py") else (HERE / "test_eagle3.py", *command)
-    result = subprocess.run(torchrun(count, *command), capture_output=True, text=True, timeout=600, **more)
-    assert (result.returncode == 0) == (check == 0), f"{command} ended with {result.returncode}:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
-    return result
+def be_rank(rank, count, port, output, function, *args):
+    """In a process of its own: the environment that torchrun gives, and the script's own way of starting and ending."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.stdout, sys.stderr, sys.__stderr__ = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2, 2))
+    eagle3.run_script("test_eagle3.py", lambda shard: function(shard, *args) or {})
+
+
+def run_ranks(count, function, *args, check=0):
+    """function(shard, *args) in so many real processes, as under torchrun, but torch is imported once for all of them. Returns rank 0's last line."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_eagle3"])
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(count)]
+        ranks = [context.Process(target=be_rank, args=(rank, count, port, outputs[rank], function, *args))
+                 for port in [free_port()] for rank in range(count)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(600)
+            rank.kill()
+        texts = [output.read_text() for output in outputs]
+    assert [rank.exitcode for rank in ranks] == [check] * count, ([rank.exitcode for rank in ranks], *(text[-3000:] for text in texts))
+    return texts[0].splitlines()[-1]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def torchrun(count, *command, launch=("--standalone",)):
@@ -339,7 +366,7 @@ def test_ranks_equal_one_rank_in_logits_captures_texts_and_drafts(ranks, names, 
                                                               for _, sampling, _ in SPLIT_ROUNDS], "speculation is exact"
         torch.save({"logits": target.logits(out.last), **out.captures, "texts": texts, "elements": sum(p.numel() for p in target.parameters())},
                    files / "expected.pt")
-    run_ranks(ranks, "equal_one_rank", tmp_path)
+    run_ranks(ranks, equal_one_rank, tmp_path)
 
 
 def collectives_of(rounds: int, L: int, spec: SpecConfig | None) -> int:
@@ -394,25 +421,26 @@ def engine_under_ranks(shard, folder):
 
 def test_a_rounds_collectives_are_those_of_the_readme_and_no_clock_or_cancel_parts_the_ranks(tmp_path):
     variant_pair(tmp_path, "llama", tie_word_embeddings=False, num_layers=2)
-    run_ranks(2, "engine_under_ranks", tmp_path)
+    run_ranks(2, engine_under_ranks, tmp_path)
 
 
-def fail_on_rank_1(shard, folder):
+def fail_on_rank_1(shard):
     if shard.rank == 1:
         raise ValueError("this row is bad")
     eagle3.wait_for_all(shard)
 
 
-def die_on_rank_1(shard, folder):
+def die_on_rank_1(shard):
     if shard.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     eagle3.wait_for_all(shard)
 
 
 @pytest.mark.parametrize("how, message", [("fail_on_rank_1", "test_eagle3.py: this row is bad"), ("die_on_rank_1", "lost another rank: it was killed")])
-def test_a_rank_that_fails_or_dies_ends_all_with_one_line(how, message, tmp_path):
+def test_a_rank_that_fails_or_dies_ends_all_with_one_line(how, message):
     begun = time.perf_counter()
-    result = run_ranks(2, how, tmp_path, check=1)
+    result = subprocess.run(torchrun(2, HERE / "test_eagle3.py", how), capture_output=True, text=True, timeout=600)
+    assert result.returncode
     ours = [line for line in result.stderr.splitlines() if line.startswith("test_eagle3.py: ")]
     assert len(ours) == 1 and message in ours[0], result.stderr
     assert time.perf_counter() - begun < 120
@@ -443,7 +471,7 @@ def planned(shard, folder):
 
 def test_the_plan_is_what_the_ranks_then_hold(tmp_path):
     variant_pair(tmp_path, "qwen3 with fewer KV heads than ranks", hidden_size=256, intermediate_size=1024, head_dim=64)
-    run_ranks(2, "planned", tmp_path)
+    run_ranks(2, planned, tmp_path)
     summary = json.loads(run_here("serve.py", "--target", tmp_path / "target", "--plan", 8, "--layers", "1,2", "--memory", 0.001, "--bandwidth", 100).stdout.splitlines()[-1])
     assert set(summary) == {"ranks", "weights_gb", "weights_gb_per_rank", "kv_gb_per_rank", "activations_gb_per_rank", "head_gb_per_rank",
                             "bytes_per_token_per_rank", "collectives_per_token", "floor_ms", "fits"} and summary["fits"] is False
@@ -1288,8 +1316,8 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation_alone_an
 @pytest.mark.parametrize("spec", [None, SpecConfig(3, 1, 4), SpecConfig(3, 2, 8)], ids=["plain", "chain", "tree"])
 def test_sampled_text_of_three_tokens_follows_the_exactly_enumerated_distribution(spec):
     """All 216 texts' probabilities from the target against 3,000 seeds through the engine; false-alarm odds 1e-4."""
-    target, prompt, sampling = random_target(vocab_size=6, eos_token_ids=()), [3, 4], Sampling(temperature=1.5, top_p=0.95)
-    head, batch = random_head(target) if spec else None, eagle3.BatchSampling.of([sampling], "cpu")
+    target, prompt, sampling = random_target(num_layers=2, vocab_size=6, eos_token_ids=()), [3, 4], Sampling(temperature=1.5, top_p=0.95)
+    head, batch = random_head(target, boundaries=(0, 1, 2)) if spec else None, eagle3.BatchSampling.of([sampling], "cpu")
     exact = torch.ones(1, dtype=torch.float64)
     texts = torch.zeros(1, 0, dtype=torch.int64)
     for _ in range(3):
@@ -2703,16 +2731,23 @@ def train_args(project, out, steps, *more):
             "--batch-size", 4, "--accumulate", 2, "--lr", 0.003, "--save-every", 5, *more)
 
 
+def kill_at(shard, name, nth, *args):
+    """train.py, killed when it has written that file for the nth time and is about to put it in its place."""
+    real, seen = os.replace, []
+
+    def replace(old, new):
+        if str(new).endswith(name) and seen.append(new) is None and len(seen) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(old, new)
+
+    os.replace = replace
+    return train.main(shard, list(map(str, args)))
+
+
 def test_a_killed_training_resumes_to_the_same_losses_and_weights_bit_for_bit(project, tmp_path):
     run_here("train.py", *train_args(project, tmp_path / "whole", 40, "--chain-share", 0.6))
-    command = [sys.executable, HERE / "train.py", *map(str, train_args(project, tmp_path / "killed", 40, "--chain-share", 0.6))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    checkpoint = tmp_path / "killed" / "checkpoint" / "training.safetensors"
-    while not checkpoint.exists():
-        assert process.poll() is None, "training ended before its first checkpoint"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    run_ranks(1, kill_at, "training.safetensors", 2, *train_args(project, tmp_path / "killed", 40, "--chain-share", 0.6), check=-signal.SIGKILL)
+    assert (tmp_path / "killed" / "checkpoint" / "training.safetensors").exists()
     assert not (tmp_path / "killed" / "config.json").exists(), "a run that was killed must not look finished"
     refused = run_here("train.py", *train_args(project, tmp_path / "killed", 40), check=2)
     assert "--resume" in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
@@ -2729,29 +2764,26 @@ def test_a_killed_training_resumes_to_the_same_losses_and_weights_bit_for_bit(pr
     assert summary["acceptance_length"] == pytest.approx(summary["simulated_acceptance_length"], rel=0.03), "measured and predicted on the same answers"
 
 
+def train_under_ranks(shard, *args):
+    return train.main(shard, list(map(str, args)))
+
+
 def test_stored_features_train_the_losses_of_online_training_after_a_killed_extraction_by_two_processes(project, tmp_path):
     features = tmp_path / "features"
-    command = [sys.executable, HERE / "train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--extract", features,
-               "--layers", "embed,2,4,5", "--dtype", "float32", "--batch-size", "1"]
-    both = lambda: json.loads(run_ranks(2, "train.py", *command[2:]).stdout.splitlines()[-1])
-    first = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(features.glob("rows_0-2000/data_*.safetensors")):
-        assert first.poll() is None, "extraction ended before its first row"
-        time.sleep(0.001)
-    first.kill()
-    first.wait()
+    command = ["--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--batch-size", 1, "--extract"]
+    layers = ("--layers", "embed,2,4,5")
+    both = lambda out: json.loads(run_ranks(2, train_under_ranks, *command, out, *layers))
+    run_ranks(1, kill_at, ".safetensors", 20, *command, features, *layers, check=-signal.SIGKILL)
     folder = eagle3.FeatureFolder(features)
     done = {index: folder.path(index).stat().st_mtime_ns for index in set(range(60)) - set(folder.missing())}
-    assert 0 < len(done) < 50 and all(folder.read(index).hidden for index in done), "what exists after a kill is whole"
+    assert 0 < len(done) < 60 and all(folder.read(index).hidden for index in done), "what exists after a kill is whole"
     refused = run_here("train.py", "--target", project / "target", "--features", features, "--out", tmp_path / "out", check=2)
     assert f"lacks {60 - len(done)} of 60 rows" in refused.stderr and not (tmp_path / "out").exists()
-    assert both()["rows"] == 60 - len(done), "what was missing, over both ranks"
+    assert both(features)["rows"] == 60 - len(done), "what was missing, over both ranks"
     assert folder.missing() == [] and all(folder.path(index).stat().st_mtime_ns == when for index, when in done.items())
-    command[command.index(features)] = tmp_path / "at once"
-    both()  # two may begin the same folder
+    both(tmp_path / "at once")  # two may begin the same folder
     assert eagle3.FeatureFolder(tmp_path / "at once").missing() == []
-    command[command.index(tmp_path / "at once")] = features
-    refused = run_here("train.py", *map(str, command[2:8]), "--layers", "2,4,5", "--dtype", "float32", check=2)
+    refused = run_here("train.py", *command, features, "--layers", "2,4,5", check=2)
     assert "feature layouts differ" in refused.stderr and "cat([embed, h.2, h.4, h.5])" in refused.stderr
 
     run_here("train.py", *train_args(project, tmp_path / "online", 12, "--layers", "2,4,5", "--chain-share", 0.6))
@@ -2789,47 +2821,52 @@ def test_ranks_train_to_the_losses_of_one_whether_the_target_is_split_or_not_and
     command = ["float64" if x == "float32" else x for x in train_args(project, tmp_path / "1", 12, "--chain-share", 0.6)]
     at = lambda out: [tmp_path / out if x == tmp_path / "1" else x for x in command]
     run_here("train.py", *at("1"))
-    checkpoint = tmp_path / "killed" / "checkpoint" / "training.safetensors"
-    process = subprocess.Popen(list(map(str, (sys.executable, HERE / "train.py", *at("killed")))), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not checkpoint.exists():
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
-    whole = json.loads(run_ranks(2, "train.py", *at("2")).stdout.splitlines()[-1])
-    split = json.loads(run_ranks(2, "train.py", *at("split"), "--split-target", "yes").stdout.splitlines()[-1])
-    run_ranks(3, "train.py", *at("killed"), "--resume")  # 4 rows a forward: 2, 1 and 1
+    run_ranks(1, kill_at, "training.safetensors", 2, *at("killed"), check=-signal.SIGKILL)
+    whole, split = json.loads(run_ranks(2, jobs_of_two, project, tmp_path, at("2"), at("split")))["trained"]
+    run_ranks(3, train_under_ranks, *at("killed"), "--resume")  # 4 rows a forward: 2, 1 and 1
     expected = losses(tmp_path / "1")
     for out in ("2", "split", "killed"):
         assert torch.tensor(losses(tmp_path / out)).allclose(torch.tensor(expected), rtol=1e-9), (out, losses(tmp_path / out), expected)
     assert whole["acceptance_length"] == split["acceptance_length"] and whole["loss"] == pytest.approx(split["loss"], rel=1e-6)
-    together = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 5, "--no-compile")
-    run_ranks(2, "train.py", *together, "--regenerate", tmp_path / "own.jsonl", "--split-target", "yes")
     given = [json.loads(line)["input_ids"][:4] for line in (project / "rows.jsonl").read_text().splitlines()]
     own = {row["source"]: row["input_ids"] for row in map(json.loads, (tmp_path / "own.jsonl").read_text().splitlines())}
     assert own == {f"rows.jsonl:{n}": p + r.output for n, (p, r) in enumerate(zip(given, generate(load_target(project / "target"), given, 5)), 1)}
-    run_ranks(2, "train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--extract", tmp_path / "f", "--dtype", "float32", "--split-target", "yes")
     folder = eagle3.FeatureFolder(tmp_path / "f")
     assert folder.missing() == [] and all(folder.read(i).hidden for i in range(60))
 
 
+def jobs_of_two(shard, project, folder, whole, split):
+    run = lambda *args: train_under_ranks(shard, *args)
+    trained = [run(*whole), run(*split, "--split-target", "yes")]
+    rows = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--split-target", "yes")
+    run(*rows, "--max-batch", 4, "--max-new-tokens", 5, "--no-compile", "--regenerate", folder / "own.jsonl")
+    run(*rows, "--extract", folder / "f")
+    return {"trained": trained}
+
+
 def test_a_split_pair_answers_benches_and_checks_as_a_whole_one_does(project, tmp_path):
-    run_here("train.py", *train_args(project, tmp_path / "head", 30))
-    pair = ("--target", project / "target", "--draft", tmp_path / "head", "--dtype", "float64")
-    answers = [run(*pair, "--prompt-ids", "5,6,7", "--max-new-tokens", 12, "--num-steps", 3, "--draft-topk", 1, "--num-draft-tokens", 4).stdout
-               for run in (lambda *a: run_here("serve.py", *a), lambda *a: run_ranks(2, "serve.py", *a))]
-    alone, split = ([line for line in text.splitlines() if re.fullmatch(r"[\d ]+", line)] for text in answers)
-    assert alone == split and alone, answers
-    summary = json.loads(run_ranks(2, "serve.py", *pair, "--bench", project / "prompts.jsonl", "--max-new-tokens", 8, "--no-compile", "--max-batch", 2).stdout.splitlines()[-1])
-    assert summary["identical"] == summary["prompts"] == 5
-    checked = json.loads(run_ranks(2, "serve.py", *pair, "--check", project / "rows.jsonl", check=1).stdout.splitlines()[-1])
+    save_draft(random_head(load_target(project / "target", "float64")), tmp_path / "head")
+    alone, *_ = serve_three_ways(eagle3.Shard(), project, tmp_path / "head")
+    split, benched, checked = json.loads(run_ranks(2, serve_three_ways, project, tmp_path / "head"))["found"]
+    assert alone == split and alone
+    assert benched["identical"] == benched["prompts"] == 5
     assert checked["verdict"] == "weak head", checked
 
 
+def serve_three_ways(shard, project, head):
+    """The text of one answer; the summaries of a bench and of a check."""
+    def run(*args):
+        return serve.main(shard, list(map(str, ("--target", project / "target", "--draft", head, "--dtype", "float64", *args))))
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run("--prompt-ids", "5,6,7", "--max-new-tokens", 12, "--num-steps", 3, "--draft-topk", 1, "--num-draft-tokens", 4)
+    text = [line for line in said.getvalue().splitlines() if re.fullmatch(r"[\d ]+", line)]
+    found = (text, run("--bench", project / "prompts.jsonl", "--max-new-tokens", 8, "--no-compile", "--max-batch", 2), run("--check", project / "rows.jsonl"))
+    return found if shard.size == 1 else {"found": found}
+
+
 def test_two_nodes_find_each_other_and_sigterm_ends_all_ranks(project, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     node = lambda rank, *command: subprocess.Popen(torchrun(1, *command, launch=("--nnodes=2", f"--node-rank={rank}", "--master-addr=localhost",
                                                    f"--master-port={port}")), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = (HERE / "serve.py", "--target", project / "target", "--prompt-ids", "5,6,7", "--max-new-tokens", 5)
@@ -3081,21 +3118,24 @@ def test_sigterm_under_load_finishes_what_was_accepted_on_any_number_of_ranks(ch
 
 def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_goes_on_to_the_same_rows(project, tmp_path):
     target, out = load_target(project / "target"), tmp_path / "own.jsonl"
-    command = ("--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4, "--max-new-tokens", 12,
-               "--regenerate")
+    command = ("--no-compile", "--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4,
+               "--max-new-tokens", 12, "--regenerate")
     summary = json.loads(run_here("train.py", *command, out).stdout.splitlines()[-1])
-    command = ("--no-compile", *command)  # the same texts, sooner
     made = {line["source"]: line for line in map(json.loads, out.read_text().splitlines())}
     given = [json.loads(line)["input_ids"][:4] for line in (project / "rows.jsonl").read_text().splitlines()]
     assert summary["conversations"] == len(made) == len(given) == 60 and summary["skipped"] == 0
     for n, (prompt, request) in enumerate(zip(given, generate(target, given, 12)), 1):
         row = made[f"rows.jsonl:{n}"]
         assert row["input_ids"] == prompt + request.output and row["loss_mask"] == [0] * 4 + [1] * len(request.output), n
+    save_target(small := random_target(dtype=torch.float32, num_layers=1), tmp_path / "small")  # compiled, too: one layer does
+    run_here("train.py", *command[1:2], tmp_path / "small", *command[3:], tmp_path / "small.jsonl")
+    small_rows = {line["source"]: line["input_ids"] for line in map(json.loads, (tmp_path / "small.jsonl").read_text().splitlines())}
+    assert small_rows == {f"rows.jsonl:{n}": p + r.output for n, (p, r) in enumerate(zip(given, generate(small, given, 12)), 1)}
     whole = out.read_bytes()
     out.write_bytes(whole[:len(whole) // 2])  # killed in the middle of a line
     assert json.loads(run_here("train.py", *command, out).stdout.splitlines()[-1])["conversations"] == 60
     assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
-    run_ranks(2, "train.py", *command, tmp_path / "shared.jsonl")
+    run_ranks(2, train_under_ranks, *command, tmp_path / "shared.jsonl")
     shared = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"shared.{rank}.jsonl").read_text().splitlines()]
     assert {row["source"]: row["input_ids"] for row in shared} == {name: row["input_ids"] for name, row in made.items()} and len(shared) == 60
     sampled = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
@@ -3106,7 +3146,7 @@ def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_go
     (tmp_path / "more").mkdir()
     more = [{"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}, {"input_ids": []}, {"input_ids": [9, 999]}, {"input_ids": [9, 8, 7]}, {"other": 1}, 5]
     (tmp_path / "more" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
-    double = (*command[:5], "--data", tmp_path / "more" / "rows.jsonl", *command[5:], tmp_path / "double.jsonl")
+    double = (*command[:-1], "--data", tmp_path / "more" / "rows.jsonl", "--regenerate", tmp_path / "double.jsonl")
     for _ in range(2):  # another file of the same name; and again, with nothing left to do
         summary = json.loads(run_here("train.py", *double).stdout.splitlines()[-1])
         assert summary["conversations"] == 61 and summary["skipped"] == 5
@@ -3249,4 +3289,4 @@ def test_the_demo_makes_a_target_trains_a_head_and_serves_it(tmp_path):
 
 
 if __name__ == "__main__":  # one of the functions above, in each of torchrun's processes
-    eagle3.run_script("test_eagle3.py", lambda shard: globals()[sys.argv[1]](shard, Path(sys.argv[2])) or {})
+    eagle3.run_script("test_eagle3.py", lambda shard: globals()[sys.argv[1]](shard) or {})
