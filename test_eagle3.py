@@ -1,8 +1,11 @@
 # MIT License, see LICENSE.
 """The specification of eagle3.py, in its own section order, with oracles instead of recorded outputs.
 
-    pip install -r requirements.txt pytest transformers tokenizers tiktoken jinja2 matplotlib openai hypothesis pytest-xdist
-    python -m pytest -q -n 2 test_eagle3.py     11 minutes on two cores with AVX-512, nothing downloaded
+    pip install torch==2.13.0
+    pip install -r requirements.txt pytest 'transformers>=5' tokenizers tiktoken jinja2 matplotlib openai hypothesis \
+        pytest-xdist
+    python -m pytest -q -n 2 test_eagle3.py             MINUTES
+    python -m pytest -q test_eagle3.py -m "not slow"    SECONDS
 
 EAGLE3_SMOLLM2=DIR also compares with transformers on SmolLM2-135M-Instruct, and EAGLE3_MTBENCH=FILE.jsonl names its prompts.
 """
@@ -15,6 +18,8 @@ import json
 import multiprocessing
 import os
 import re
+import resource
+import select
 import shutil
 import signal
 import socket
@@ -43,6 +48,8 @@ from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, Fea
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # the scripts that the tests start, too
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
+slow = pytest.mark.slow  # more than some two seconds; -m "not slow" answers first
 CHAIN, TREE = SpecConfig(4, 1, 5), SpecConfig(4, 3, 10)
 
 
@@ -329,7 +336,8 @@ def decode_in_turns(target, head) -> list:
     found = []
     for batch, sampling, shape in SPLIT_ROUNDS:
         spec = {"chain": CHAIN, "tree": TREE, "none": None}[shape]
-        requests = speculative_generate(target, head if spec else None, random_prompts([5, 9, 13])[:batch + 1], spec, 8, sampling=sampling, max_batch=batch)
+        requests = speculative_generate(target, head if spec else None, random_prompts([5, 9, 13])[:batch + 1], spec, 5,
+                                        sampling=sampling, max_batch=batch)
         found.append([(r.output, r.stats.emitted, r.stats.rounds) for r in requests])
     return found
 
@@ -352,6 +360,7 @@ def equal_one_rank(shard, folder):
         assert read <= expected["elements"] + shard.size * (norms + kv * copies / (copies + 1)), "all ranks together read everything once"
 
 
+@slow
 @pytest.mark.parametrize("ranks, names", [(2, [*SPLIT_TARGETS, "deepseek-groups"]), (4, ["biases everywhere", "qwen3-moe"]),
                                           (8, ["qwen3 with fewer KV heads than ranks", "kimi-int4"])])
 def test_ranks_equal_one_rank_in_logits_captures_texts_and_drafts(ranks, names, tmp_path):
@@ -362,8 +371,8 @@ def test_ranks_equal_one_rank_in_logits_captures_texts_and_drafts(ranks, names, 
             out = target(torch.tensor(random_prompts([30, 30])), boundaries=(0, 1, 2))
         texts = decode_in_turns(target, load_draft(files / "head", target))
         prompts = random_prompts([5, 9, 13])
-        assert [[r[0] for r in found] for found in texts] == [[r.output for r in generate(target, prompts[:batch + 1], 8, sampling=sampling)]
-                                                              for batch, sampling, _ in SPLIT_ROUNDS], "speculation is exact"
+        plain = [generate(target, prompts[:batch + 1], 5, sampling=sampling) for batch, sampling, _ in SPLIT_ROUNDS]
+        assert [[r[0] for r in found] for found in texts] == [[r.output for r in found] for found in plain], "speculation is exact"
         torch.save({"logits": target.logits(out.last), **out.captures, "texts": texts, "elements": sum(p.numel() for p in target.parameters())},
                    files / "expected.pt")
     run_ranks(ranks, equal_one_rank, tmp_path)
@@ -419,6 +428,7 @@ def engine_under_ranks(shard, folder):
     return {}
 
 
+@slow
 def test_a_rounds_collectives_are_those_of_the_readme_and_no_clock_or_cancel_parts_the_ranks(tmp_path):
     variant_pair(tmp_path, "llama", boundaries=(0, 1), tie_word_embeddings=False, num_layers=1)
     run_ranks(2, engine_under_ranks, tmp_path)
@@ -436,14 +446,13 @@ def die_on_rank_1(shard):
     eagle3.wait_for_all(shard)
 
 
+@slow
 @pytest.mark.parametrize("how, message", [("fail_on_rank_1", "test_eagle3.py: this row is bad"), ("die_on_rank_1", "lost another rank: it was killed")])
 def test_a_rank_that_fails_or_dies_ends_all_with_one_line(how, message):
-    begun = time.perf_counter()
     result = subprocess.run(torchrun(2, HERE / "test_eagle3.py", how), capture_output=True, text=True, timeout=600)
     assert result.returncode
     ours = [line for line in result.stderr.splitlines() if line.startswith("test_eagle3.py: ")]
     assert len(ours) == 1 and message in ours[0], result.stderr
-    assert time.perf_counter() - begun < 120
 
 
 def planned(shard, folder):
@@ -469,6 +478,7 @@ def planned(shard, folder):
     return {}
 
 
+@slow
 def test_the_plan_is_what_the_ranks_then_hold(tmp_path):
     variant_pair(tmp_path, "qwen3 with fewer KV heads than ranks", hidden_size=256, intermediate_size=1024, head_dim=64)
     run_ranks(2, planned, tmp_path)
@@ -799,6 +809,7 @@ def test_a_kimi_config_that_is_not_implemented_is_refused_by_name(change, messag
         TargetConfig.from_json({**config, "text_config": {**config["text_config"], **change["text_config"]}})
 
 
+@slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_speculation_is_exact_for_every_family_greedy_and_sampled_chain_and_tree(family, tmp_path):
     FAMILIES[family](tmp_path)
@@ -812,14 +823,20 @@ def test_speculation_is_exact_for_every_family_greedy_and_sampled_chain_and_tree
                 assert [r.output for r in speculative_generate(target, head, prompts, spec, 20, sampling=sampling, max_batch=batch)] == plain
 
 
-def test_compiled_decoding_of_latent_attention_and_packed_experts_equals_eager(tmp_path):
+@slow
+def test_compiled_decoding_of_latent_attention_and_packed_experts_equals_eager(tmp_path, monkeypatch):
+    """Plain steps and the verification of a chain. The head has no latent attention: its functions stay eager here."""
     write_kimi(tmp_path, layers=1, dense=0)
     target = load_target(tmp_path, "float32")
     head, prompts = random_head(target, boundaries=(0, 1)), random_prompts([5, 9])
-    eager = [r.output for r in generate(target, prompts, 12)]
-    engine = Engine(target, head, SpecConfig(2, 1, 3), max_batch=1, max_length=64).compile()
-    for prompt, text in zip(prompts, eager):
-        parted = eagle3.first_divergence(target, prompt, eagle3.run_requests(engine, [prompt], 12)[0].output, text)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled(f, **how) if f.__name__ == "_run_target" else f)
+    engine = Engine(target, head, (SpecConfig(2, 1, 3),), max_batch=1, max_length=64).compile()
+    for prompt, eager in zip(prompts, generate(target, prompts, 12)):
+        request = engine.submit(prompt, 12)
+        while engine.busy:
+            engine.step(engine.shapes[0] if len(request.output) % 2 else None)
+        parted = eagle3.first_divergence(target, prompt, request.output, eager.output)
         assert parted is None or parted[1] < 1e-3, f"differs from eager decoding: {parted}"
 
 
@@ -1298,21 +1315,24 @@ SAMPLINGS = [Sampling(0.6, seed=1), Sampling(1.0, seed=2), Sampling(1.5, seed=3)
              Sampling(1.5, min_p=0.1, seed=6), Sampling(0.6, top_k=20, top_p=0.95, min_p=0.01, seed=-7), Sampling()]
 
 
+@slow
 @pytest.mark.parametrize("spec", [SpecConfig(4, 1, 5), SpecConfig(4, 3, 10), SpecConfig(2, 4, 9)], ids=spec_name)
 @pytest.mark.parametrize("eos", [(), (2, 9, 17, 33, 41)], ids=["no-eos", "eos"])
 def test_the_same_seed_gives_the_same_text_with_and_without_speculation_alone_and_in_any_batch(target, trained_head, eos, spec):
     """Strict in fp64: eight requests with other settings each, plain and alone, then all at once, then three slots for eight."""
     prompts = random_prompts([5, 9, 13, 7, 30, 2, 11, 6])
-    plain = [generate(target, [prompt], 40, eos, sampling)[0].output for prompt, sampling in zip(prompts, SAMPLINGS)]
+    plain = [generate(target, [prompt], 30, eos, sampling)[0].output for prompt, sampling in zip(prompts, SAMPLINGS)]
     for max_batch in (1, 3, 8):
         engine = Engine(target, trained_head, spec, max_batch=max_batch, max_length=80)
-        requests = [engine.submit(prompt, 40, eos, sampling) for prompt, sampling in zip(prompts, SAMPLINGS)]
+        requests = [engine.submit(prompt, 30, eos, sampling) for prompt, sampling in zip(prompts, SAMPLINGS)]
         while engine.busy:
             engine.step()
         assert [r.output for r in requests] == plain
-    assert generate(target, prompts[1:2], 40, eos, replace(SAMPLINGS[1], seed=99))[0].output != plain[1], "another seed is another text"
+    other, = generate(target, prompts[1:2], 30, eos, replace(SAMPLINGS[1], seed=99))
+    assert other.output != plain[1], "another seed is another text"
 
 
+@slow
 @pytest.mark.parametrize("spec", [None, SpecConfig(3, 1, 4), SpecConfig(3, 2, 8)], ids=["plain", "chain", "tree"])
 def test_sampled_text_of_three_tokens_follows_the_exactly_enumerated_distribution(spec):
     """All 216 texts' probabilities from the target against 3,000 seeds through the engine; false-alarm odds 1e-4."""
@@ -1444,6 +1464,7 @@ def test_every_max_new_tokens_ends_at_exactly_that_token(target, trained_head):
             assert request.output == whole[:n] and request.finish_reason == "length"
 
 
+@slow
 def test_fp32_speculation_differs_from_plain_decoding_at_most_in_ties(trained_head):
     target = random_target(dtype=torch.float32)
     head = DraftHead(trained_head.config, torch.arange(64))
@@ -1621,6 +1642,7 @@ def test_a_random_head_under_auto_costs_a_few_forwards_per_hundred_tokens(target
     assert request.stats.rounds < 12 and request.plain_steps > 370  # 6 to begin with, then a probe at ever longer intervals
 
 
+@slow
 def test_compiled_decoding_gives_the_eager_text_and_compiles_nothing_after_warm_up():
     """Chain and none under one engine, greedy, sampled and truncated, at lengths that warm-up never saw; fp64, so strictly equal."""
     target = random_target(num_layers=1)
@@ -1638,13 +1660,14 @@ def test_compiled_decoding_gives_the_eager_text_and_compiles_nothing_after_warm_
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "something was compiled while requests waited"
 
 
+@slow
 def test_compiled_engines_of_equal_shapes_do_not_share_graphs_and_fp32_is_packed():
     """Weights are constants of neither graph nor guard, so two targets must not meet in the compiler's cache."""
     engines = []
     for seed in (0, 1):
         target = random_target(seed, torch.float32, num_layers=1)
         head = random_head(target, seed, boundaries=(0, 1))
-        engines.append((target, Engine(target, head, SpecConfig(2, 1, 3), max_length=64).compile()))
+        engines.append((target, Engine(target, head, SpecConfig(1, 1, 2), max_length=64).compile()))
     for target, engine in engines:
         prompts = random_prompts([5])
         assert target.layers[0].mlp.gate_proj.packed is not None
@@ -2463,6 +2486,7 @@ def strip_layout(source, into):
     eagle3.write_tensors(into / "model.safetensors", {name: tensors.tensor(name).clone() for name in tensors.files}, {})
 
 
+@slow
 def test_check_finds_nothing_wrong_with_a_sound_head_and_the_script_ends_with_0(wired, tmp_path):
     verdict, cause, evidence = diagnosis(wired, tmp_path)
     assert (verdict, cause) == ("ok", None) and evidence["accuracy_as_served"][0] > 0.6
@@ -2471,6 +2495,7 @@ def test_check_finds_nothing_wrong_with_a_sound_head_and_the_script_ends_with_0(
     assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "ok"
 
 
+@slow
 @pytest.mark.parametrize("trained, stated, cause", [((0, 2, 4), "2,4,6", "other boundaries"), ((2, 4, 5), "3,5,6", "off by one")])
 def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_misstated(wired, tmp_path, trained, stated, cause):
     """The incident, with the layouts stripped: nothing to compare, but the head knows its own hidden states."""
@@ -2499,6 +2524,7 @@ def probed(wired, tmp_path, head, *more):
                                          "--max-new-tokens", "30", "--dtype", "float32", *more]))
 
 
+@slow
 @pytest.mark.parametrize("layers, keys", [
     ("2,4,5", {}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
     ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}),
@@ -2539,6 +2565,7 @@ def test_probe_finds_the_flag_that_readers_of_a_speculators_head_take_for_differ
     assert load_draft(tmp_path / "saved", head.target).config == head.config
 
 
+@slow
 def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_path):
     target = load_target(wired / "target")
     save_draft(random_head(target), tmp_path / "untrained")
@@ -2559,6 +2586,7 @@ def moved(captures):
     return {b: hidden.roll(1, 0) for b, hidden in captures.items()}
 
 
+@slow
 @pytest.mark.parametrize("change, cause", [
     (lambda c: {**c, 2: c[5], 5: c[2]}, "swapped blocks"), (lambda c: {**c, 2: c[3], 4: c[5], 5: c[6]}, "off by one"),
     (lambda c: {**c, 2: c[0], 4: c[2], 5: c[4]}, "other boundaries"), (moved, "rows shifted by one token"),
@@ -2574,6 +2602,7 @@ def test_check_and_inspect_name_the_fault_of_stored_features(wired, tmp_path, ch
     assert json.loads(result.stdout.splitlines()[-1])["cause"] == cause, result.stdout
 
 
+@slow
 def test_check_tells_other_weights_another_tokenizer_and_absolute_ids_in_d2t(wired, tmp_path):
     target = load_target(wired / "target")
     generator = torch.Generator().manual_seed(0)
@@ -2596,6 +2625,7 @@ def test_check_tells_other_weights_another_tokenizer_and_absolute_ids_in_d2t(wir
     assert diagnosis(wired, tmp_path, "absolute")[:2] == ("wiring", "draft vocabulary")
 
 
+@slow
 def test_check_calls_an_untrained_head_weak_and_an_overfitted_one_one_that_does_not_generalise(wired, tmp_path):
     target = load_target(wired / "target")
     save_draft(random_head(target), tmp_path / "untrained")
@@ -2634,6 +2664,7 @@ FOREIGN = {  # trainer: (file name, the dict that it writes, is its teacher afte
         "input_ids": t, "loss_mask": m, "aux_hidden_states": torch.cat(b, -1), "hidden_states": normed, "conversation_id": "x"}, True)}
 
 
+@slow
 @pytest.mark.parametrize("trainer", FOREIGN)
 def test_other_trainers_files_are_identified_adopted_and_trained_on(wired, tmp_path, trainer):
     """speculators 0.3 captured behind its layers: what it calls 2, 4, 5 is 3, 5, 6. Adopting finds that."""
@@ -2744,6 +2775,7 @@ def kill_at(shard, name, nth, *args):
     return train.main(shard, list(map(str, args)))
 
 
+@slow
 def test_a_killed_training_resumes_to_the_same_losses_and_weights_bit_for_bit(project, tmp_path):
     run_here("train.py", *train_args(project, tmp_path / "whole", 40, "--chain-share", 0.6))
     run_ranks(1, kill_at, "training.safetensors", 2, *train_args(project, tmp_path / "killed", 40, "--chain-share", 0.6), check=-signal.SIGKILL)
@@ -2768,6 +2800,7 @@ def train_under_ranks(shard, *args):
     return train.main(shard, list(map(str, args)))
 
 
+@slow
 def test_stored_features_train_the_losses_of_online_training_after_a_killed_extraction_by_two_processes(project, tmp_path):
     features = tmp_path / "features"
     command = ["--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--batch-size", 1, "--extract"]
@@ -2800,6 +2833,7 @@ def test_stored_features_train_the_losses_of_online_training_after_a_killed_extr
     assert "does not hold h.6" in wrong.stderr
 
 
+@slow
 def test_the_norms_of_eagle_3_1_and_speculators_are_trained_by_name_saved_and_served(project, tmp_path):
     run_here("train.py", *train_args(project, tmp_path / "head", 5, "--head", "norm_before_fc=true,norm_before_residual=true"))
     head = load_draft(tmp_path / "head", load_target(project / "target"))
@@ -2817,6 +2851,7 @@ def losses(out) -> list[list[float]]:
     return [[line["loss"], *line["accuracy"], line["tokens"]] for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
 
 
+@slow
 def test_ranks_train_to_the_losses_of_one_whether_the_target_is_split_or_not_and_resume_on_another_number(project, tmp_path):
     command = ["float64" if x == "float32" else x for x in train_args(project, tmp_path / "1", 12, "--chain-share", 0.6)]
     at = lambda out: [tmp_path / out if x == tmp_path / "1" else x for x in command]
@@ -2844,34 +2879,40 @@ def jobs_of_two(shard, project, folder, whole, split):
     return {"trained": trained}
 
 
+@slow
 def test_a_split_pair_answers_benches_and_checks_as_a_whole_one_does(project, tmp_path):
-    save_draft(random_head(load_target(project / "target", "float64")), tmp_path / "head")
-    alone, *_ = serve_three_ways(eagle3.Shard(), project, tmp_path / "head")
-    split, benched, checked = json.loads(run_ranks(2, serve_three_ways, project, tmp_path / "head"))["found"]
+    variant_pair(tmp_path, "llama", boundaries=(0, 1))
+    for name, most in (("prompts.jsonl", 3), ("rows.jsonl", 8)):
+        (tmp_path / name).write_text("".join((project / name).read_text().splitlines(True)[:most]))
+    alone, *_ = serve_three_ways(eagle3.Shard(), tmp_path)
+    split, benched, checked = json.loads(run_ranks(2, serve_three_ways, tmp_path))["found"]
     assert alone == split and alone
-    assert benched["identical"] == benched["prompts"] == 5
+    assert benched["identical"] == benched["prompts"] == 3
     assert checked["verdict"] == "weak head", checked
 
 
-def serve_three_ways(shard, project, head):
+def serve_three_ways(shard, folder):
     """The text of one answer; the summaries of a bench and of a check."""
     def run(*args):
-        return serve.main(shard, list(map(str, ("--target", project / "target", "--draft", head, "--dtype", "float64", *args))))
+        pair = ("--target", folder / "target", "--draft", folder / "head", "--dtype", "float64")
+        return serve.main(shard, list(map(str, (*pair, *args))))
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run("--prompt-ids", "5,6,7", "--max-new-tokens", 12, "--num-steps", 3, "--draft-topk", 1, "--num-draft-tokens", 4)
     text = [line for line in said.getvalue().splitlines() if re.fullmatch(r"[\d ]+", line)]
-    found = (text, run("--bench", project / "prompts.jsonl", "--max-new-tokens", 8, "--no-compile", "--max-batch", 2), run("--check", project / "rows.jsonl"))
+    found = (text, run("--bench", folder / "prompts.jsonl", "--max-new-tokens", 8, "--no-compile", "--max-batch", 2),
+             run("--check", folder / "rows.jsonl"))
     return found if shard.size == 1 else {"found": found}
 
 
+@slow
 def test_two_nodes_find_each_other_and_sigterm_ends_all_ranks(project, tmp_path):
     port = free_port()
     node = lambda rank, *command: subprocess.Popen(torchrun(1, *command, launch=("--nnodes=2", f"--node-rank={rank}", "--master-addr=localhost",
                                                    f"--master-port={port}")), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = (HERE / "serve.py", "--target", project / "target", "--prompt-ids", "5,6,7", "--max-new-tokens", 5)
     first, second = (node(rank, *command) for rank in (0, 1))
-    (out, problem), _ = first.communicate(timeout=300), second.communicate(timeout=300)
+    (out, problem), _ = first.communicate(timeout=600), second.communicate(timeout=600)
     assert first.returncode == second.returncode == 0 and json.loads(out.splitlines()[-1])["new_tokens"] == 5, problem
     process = subprocess.Popen(torchrun(2, HERE / "train.py", *train_args(project, tmp_path / "long", 100000)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True)
@@ -2879,9 +2920,8 @@ def test_two_nodes_find_each_other_and_sigterm_ends_all_ranks(project, tmp_path)
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
-    begun = time.perf_counter()
-    _, problem = process.communicate(timeout=100)
-    assert process.returncode != 0 and problem.count("train.py: terminated") == 1 and time.perf_counter() - begun < 60, problem[-3000:]
+    _, problem = process.communicate(timeout=600)
+    assert process.returncode != 0 and problem.count("train.py: terminated") == 1, problem[-3000:]
     assert not list((tmp_path / "long").rglob("*.tmp")) or not (tmp_path / "long" / "config.json").exists()
 
 
@@ -2916,9 +2956,9 @@ class Served:
                 return
         raise AssertionError("".join(seen) + self.process.stderr.read())
 
-    def ask(self, path, body=None, headers=None, timeout=60):
+    def ask(self, path, body=None, headers=None):
         """(status, JSON or text)."""
-        connection = http.client.HTTPConnection(*self.address, timeout=timeout)
+        connection = http.client.HTTPConnection(*self.address, timeout=600)
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         connection.request("GET" if body is None else "POST", path, data, headers or {})
         response = connection.getresponse()
@@ -2928,7 +2968,7 @@ class Served:
 
     def end(self) -> dict:
         self.process.terminate()
-        out, problem = self.process.communicate(timeout=60)
+        out, problem = self.process.communicate(timeout=600)
         assert self.process.returncode == 0, problem[-3000:]
         return json.loads(out.splitlines()[-1])
 
@@ -2944,6 +2984,7 @@ def chat_prompt(folder, text):
     return eagle3.encode_prompt({"prompt": text}, eagle3.load_tokenizer(folder / "target"))
 
 
+@slow
 def test_the_official_client_gets_the_targets_text_from_every_endpoint(served, chat_pair):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
@@ -2980,6 +3021,7 @@ def test_the_official_client_gets_the_targets_text_from_every_endpoint(served, c
         assert "error" in caught.value.response.json() and (list(problem)[0] in str(caught.value) or "maximum context length is 300" in str(caught.value))
 
 
+@slow
 def test_stop_strings_end_a_text_before_them_streamed_or_not_wherever_tokens_and_rounds_fall(served, chat_pair):
     target, tokenizer = load_target(chat_pair / "target", "float64"), eagle3.load_tokenizer(chat_pair / "target")
     text = tokenizer.decode(generate(target, [tokenizer.encode("abc")], 60, ())[0].output)
@@ -2994,6 +3036,7 @@ def test_stop_strings_end_a_text_before_them_streamed_or_not_wherever_tokens_and
         assert answer["usage"]["completion_tokens"] <= 60 and not any("\ufffd" in e["choices"][0]["text"] for e in events)
 
 
+@slow
 def test_health_metrics_and_info_say_what_runs(served):
     served.ask("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0})
     assert served.ask("/health") == (200, {"status": "ok"})
@@ -3005,6 +3048,7 @@ def test_health_metrics_and_info_say_what_runs(served):
     assert info["max_batch"] == 4 and info["features"] == "cat([h.2, h.4, h.5])" and info["ceiling"] == 6 and info["running"] == 0
 
 
+@slow
 def test_many_clients_at_once_each_get_their_solo_answer(served, chat_pair):
     target, prompts = load_target(chat_pair / "target", "float64"), random_prompts([5, 9, 13, 7, 30, 3, 21, 11], vocab_size=250)
     settings = [Sampling(0.9 * (i % 2), seed=i) for i in range(8)]
@@ -3016,29 +3060,33 @@ def test_many_clients_at_once_each_get_their_solo_answer(served, chat_pair):
             assert list(clients.map(ask, range(8))) == expected
 
 
+@slow
 def test_a_full_queue_is_refused_and_clients_that_vanish_are_cancelled(served):
-    long = {"prompt": [5, 6], "max_tokens": 290, "ignore_eos": True, "stream": True}
+    long = json.dumps({"prompt": [5, 6], "max_tokens": 290, "ignore_eos": True, "stream": True}).encode()
     connections = []
+
+    def post(body):
+        connections.append(http.client.HTTPConnection(*served.address, timeout=600))
+        connections[-1].request("POST", "/v1/completions", body)
+        return connections[-1]
+
+    def is_refused(connection):  # at once; who has to wait hears nothing yet
+        answers = select.select([connection.sock], [], [], 2)[0]
+        return answers and (answer := connection.getresponse()).status == 429 and answer.read()
+
     for _ in range(12):  # 4 slots and a queue of 8
-        connection = socket.create_connection(served.address)
-        data = json.dumps(long).encode()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        connections.append(connection)
-    until = time.monotonic() + 30
-    while (info := served.ask("/server_info")[1])["running"] + info["waiting"] < 12:
-        assert time.monotonic() < until, info
-    status, problem = served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})
-    assert status == 429 and "--max-queue 8" in problem["error"]["message"]
-    data = json.dumps({**long, "stream": False}).encode()
+        post(long)
+    refusal = next(answer for _ in range(100) if (answer := is_refused(post(long))))  # a few more, where some have ended
+    assert "--max-queue 8" in json.loads(refusal)["error"]["message"]
     for connection in connections:
         connection.close()
-    with socket.create_connection(served.address) as connection:  # not streamed
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+    post(long.replace(b"true}", b"false}")).close()
     while (info := served.ask("/server_info")[1])["running"] + info["waiting"]:
-        assert time.monotonic() < until, info
+        time.sleep(0.05)
     assert served.ask("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
 
 
+@slow
 def test_junk_never_stops_the_server(served):
     """Thousands of bodies with wrong types in every field; torn requests; a NaN in one request's logits is another test's."""
     hypothesis = pytest.importorskip("hypothesis")
@@ -3088,27 +3136,29 @@ class FakeLoop:
         target = type("", (), {"config": target_config()})
 
 
+@slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_under_load_finishes_what_was_accepted_on_any_number_of_ranks(chat_pair, ranks):
     server = Served(chat_pair, "--no-compile", "--max-length", 200, "--max-batch", 2, "--api-key", "secret", ranks=ranks)
     assert server.ask("/v1/models")[0] == 401 and server.ask("/health")[0] == 200
     body = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    ask = lambda _: server.ask("/v1/completions", body, {"Authorization": "Bearer secret"})
+    secret = {"Authorization": "Bearer secret"}
     with ThreadPoolExecutor(4) as clients:
-        answers = [clients.submit(ask, i) for i in range(4)]
-        until = time.monotonic() + 30
-        while server.ask("/server_info", headers={"Authorization": "Bearer secret"})[1]["running"] < 2 and not answers[0].done():
-            assert time.monotonic() < until
+        answers = [clients.submit(server.ask, "/v1/completions", body, secret) for _ in range(4)]
+        seen = lambda info: info["running"] + info["waiting"] + sum(answer.done() for answer in answers)
+        while seen(server.ask("/server_info", headers=secret)[1]) < 4:
+            time.sleep(0.01)
         if ranks == 1:
             server.process.terminate()
             results = [answer.result() for answer in answers]
-            assert all(status in (200, 503) for status, _ in results) and results[0][0] == 200
+            statuses = [status for status, _ in results]
+            assert set(statuses) <= {200, 503} and statuses.count(200) >= 2, statuses
         else:
             results = [answer.result() for answer in answers]
             server.process.terminate()
     expected, = generate(load_target(chat_pair / "target", "float64"), [[5, 6, 7]], 60, ())
     assert all(answer["choices"][0]["token_ids"] == expected.output for status, answer in results if status == 200)
-    out, problem = server.process.communicate(timeout=60)
+    out, problem = server.process.communicate(timeout=600)
     assert (server.process.returncode == 0 or ranks > 1) and '"requests"' in out, problem[-2000:]
 
 
@@ -3116,6 +3166,7 @@ def test_sigterm_under_load_finishes_what_was_accepted_on_any_number_of_ranks(ch
 # The scripts again
 
 
+@slow
 def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_goes_on_to_the_same_rows(project, tmp_path):
     target, out = load_target(project / "target"), tmp_path / "own.jsonl"
     command = ("--no-compile", "--target", project / "target", "--data", project / "rows.jsonl", "--dtype", "float32", "--max-batch", 4,
@@ -3128,7 +3179,7 @@ def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_go
         row = made[f"rows.jsonl:{n}"]
         assert row["input_ids"] == prompt + request.output and row["loss_mask"] == [0] * 4 + [1] * len(request.output), n
     save_target(small := random_target(dtype=torch.float32, num_layers=1), tmp_path / "small")  # compiled, too: one layer does
-    run_here("train.py", *command[1:2], tmp_path / "small", *command[3:], tmp_path / "small.jsonl")
+    run_here("train.py", *command[1:2], tmp_path / "small", *command[3:], tmp_path / "small.jsonl", "--max-batch", 1)
     small_rows = {line["source"]: line["input_ids"] for line in map(json.loads, (tmp_path / "small.jsonl").read_text().splitlines())}
     assert small_rows == {f"rows.jsonl:{n}": p + r.output for n, (p, r) in enumerate(zip(given, generate(small, given, 12)), 1)}
     whole = out.read_bytes()
@@ -3164,22 +3215,31 @@ def test_regenerated_rows_are_the_targets_own_greedy_answers_and_a_killed_run_go
     assert json.loads(trained.stdout.splitlines()[-1])["rows"] == usable - 1 > 50, "all but those that say nothing, and one held out"
 
 
+def extract_with(shard, patch, *args):
+    """Where the disk is nearly full, or fills up: a file that cannot grow looks just so."""
+    if patch == "little":
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000))
+    return train_under_ranks(shard, *args)
+
+
+@slow
 def test_extraction_says_what_disk_it_needs_and_a_full_disk_is_one_line_and_resumed_after(project, tmp_path):
-    args = ["--target", project / "target", "--data", project / "rows.jsonl", "--extract", tmp_path / "features", "--layers", "2,4,5", "--dtype", "float32"]
-    run = lambda patch: subprocess.run([sys.executable, "-c", f"import resource, shutil, sys, eagle3, train; {patch}; eagle3.run_script('train.py', train.main)",
-                                        *map(str, args)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(HERE)}, timeout=600)
-    result = run("shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)")
-    assert result.returncode == 2 and "0.000 GB free" in result.stderr and len(result.stderr.strip().splitlines()[-1:]) == 1, result.stderr
+    args = ["--target", project / "target", "--data", project / "rows.jsonl", "--extract", tmp_path / "features",
+            "--layers", "2,4,5", "--dtype", "float32"]
+    last = run_ranks(1, extract_with, "little", *args, check=2)
+    assert last.startswith("test_eagle3.py: ") and "0.000 GB free" in last
     assert not list((tmp_path / "features").rglob("data_*"))
-    result = run("resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000))")  # a file that cannot grow is what a full disk looks like
-    assert result.returncode == 2 and "could not be written" in result.stderr.strip().splitlines()[-1], result.stderr
+    assert "could not be written" in run_ranks(1, extract_with, "none", *args, check=2)
     folder = eagle3.FeatureFolder(tmp_path / "features")
     there = [index for index in range(60) if index not in folder.missing()]
     assert 0 < len(there) < 60 and all(folder.read(index).hidden for index in there) and not list((tmp_path / "features").rglob("*.tmp"))
-    run_script("train.py", *args)
+    run_here("train.py", *args)
     assert folder.missing() == []
 
 
+@slow
 def test_bench_times_training_by_part_and_plots_are_drawn_from_what_was_measured(project, tmp_path):
     result = run_here("train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--bench", "--steps", 4, "--dtype", "float32",
                         "--batch-size", 4, "--ttt-steps", 3, "--chain-share", 0.5)
@@ -3214,6 +3274,7 @@ def test_bench_times_training_by_part_and_plots_are_drawn_from_what_was_measured
     assert summary["acceptance_length"] is None or min(lengths) <= summary["acceptance_length"] <= max(lengths)
 
 
+@slow
 def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(project, tmp_path):
     run_here("train.py", *train_args(project, tmp_path / "draft", 5, "--layers", "embed,3,5"))
     pair = ("--target", project / "target", "--draft", tmp_path / "draft")
@@ -3252,13 +3313,21 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
 @pytest.mark.parametrize("script, args, message", [
     ("serve.py", ("--prompt", "x", "--num-steps", 1, "--draft-topk", 1, "--num-draft-tokens", 16), "contradict each other"),
     ("serve.py", ("--prompt", "x", "--num-steps", 3), "go together"), ("serve.py", ("--prompt", "x", "--max-batch", 0), "at least 1"),
-    ("serve.py", ("--prompt", "x", "--device", "gpu"), "cpu, cuda"), ("train.py", ("--resume",), "starts anew"), ("serve.py", ("--prompt", "x", "--bench", "y"), "give at most one of"), ("serve.py", (), "python train.py"), ("serve.py", ("--prompt", "x"), "python train.py"),
+    ("serve.py", ("--prompt", "x", "--device", "gpu"), "cpu, cuda"), ("train.py", ("--resume",), "starts anew"),
+    ("serve.py", ("--prompt", "x", "--bench", "y"), "give at most one of"), ("serve.py", (), "python train.py"),
+    ("serve.py", ("--prompt", "x"), "python train.py"),
     ("serve.py", ("--target", "nowhere", "--prompt", "x"), "not a folder"), ("train.py", ("--target", "nowhere"), "one of --out"),
     ("train.py", ("--target", "nowhere", "--data", "none.jsonl", "--out", "out"), "not a folder")])
-def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, script, args, message):
-    result = run_script(script, *args, check=2, cwd=tmp_path)
-    assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert not (tmp_path / "out").exists(), "nothing is made before the mistake is found"
+def test_a_users_mistake_is_one_line_and_nothing_is_made_before_it(tmp_path, monkeypatch, script, args, message):
+    monkeypatch.chdir(tmp_path)
+    problem = run_here(script, *args, check=2).stderr
+    assert message in problem and len(problem.splitlines()) == 1 and not list(tmp_path.iterdir()), problem
+
+
+@pytest.mark.parametrize("script", ["train.py", "serve.py"])
+def test_a_script_says_a_users_mistake_in_its_own_name_and_ends_with_2(tmp_path, script):
+    result = run_script(script, "--target", "nowhere", check=2, cwd=tmp_path)
+    assert result.stderr.startswith(f"{script}: ") and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_rows_that_cannot_be_used_end_the_run_with_their_reasons(project, tmp_path):
@@ -3270,6 +3339,7 @@ def test_rows_that_cannot_be_used_end_the_run_with_their_reasons(project, tmp_pa
     assert "no usable row" in result.stderr and "nothing supervised" in result.stderr
 
 
+@slow
 def test_the_demo_makes_a_target_trains_a_head_and_serves_it(tmp_path):
     """A shortened demo: the same path with fewer steps, rows and tokens."""
     code = ("import sys, train; train.DEMO_STEPS, train.DEMO_ROWS, train.DEMO_NEW_TOKENS = (3, 4), 24, 16; sys.argv = ['train.py']; "
