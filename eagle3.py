@@ -55,9 +55,7 @@ Contents
     18. Scripts
 """
 import base64
-import gzip
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -2537,15 +2535,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     os.replace(temporary, path)
 
 
-def unpickle(path: Path):
-    """What a .pt, .ckpt, .ckpt.gz or .bin file holds, if that is tensors only; else ValueError."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            return torch.load(io.BytesIO(stream.read()), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:  # torch.load raises all of these
-        raise ValueError(f"{path} cannot be read, or holds more than tensors: {str(error).splitlines()[0]}") from None
-
-
 class PickledTensors(dict):
     """A .bin file's tensors, to be read as a safetensors file is."""
     get_slice = dict.__getitem__
@@ -2558,7 +2547,10 @@ def open_tensors(path: Path):
     """A lazily read safetensors file, or a .bin file; ValueError where it is torn."""
     from safetensors import SafetensorError, safe_open
     if path.suffix == ".bin":
-        tensors = unpickle(path)
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)  # tensors, and nothing that could be executed
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:  # torch.load raises all of these
+            raise ValueError(f"{path} cannot be read, or holds more than tensors: {str(error).splitlines()[0]}") from None
         if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise ValueError(f"{path} holds no dict of tensors")
         return PickledTensors(tensors)
@@ -3448,54 +3440,6 @@ def rows_hash(rows: list[Row]) -> str:
     return digest.hexdigest()[:16]
 
 
-class ForeignRow(NamedTuple):
-    tokens: Tensor         # [T]
-    loss_mask: Tensor      # [T]; all True where the file has none
-    blocks: list[Tensor]   # the column blocks of its features, [T,C] each: which boundaries they are, the file does not say
-    last: Tensor           # [T,C] the last hidden state: before the final norm (speculators) or after it (the others)
-
-
-def foreign_files(folder: str | Path) -> list[str]:
-    """Another trainer's rows below a folder, in the order of their numbers."""
-    patterns = ("data_*.pt", "data_*.ckpt", "data_*.ckpt.gz", "hs_*.safetensors", "*.pt")
-    found = [path for pattern in patterns for path in Path(folder).rglob(pattern)]
-    number = lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)]
-    return list(dict.fromkeys(str(path.relative_to(folder)) for path in sorted(found, key=lambda path: (number(path), path.name))))
-
-
-def read_foreign(path: Path) -> ForeignRow:
-    """A row of SpecForge (input_ids, loss_mask, aux_hidden_state [1,T,3C], hidden_state [1,T,C]), speculators (token_ids, hidden_states [T,n,C],
-    or a list of [T,C], the last one the teacher), AngelSlim (input_ids [1,T], hidden_states [1,T,3C], target_hiddens [1,T,C]) or ModelOpt
-    (input_ids, aux_hidden_states [T,3C], hidden_states [T,C]). Raises ValueError naming the file."""
-    if path.suffix == ".safetensors":
-        file = open_tensors(path)
-        data = {name: file.get_tensor(name) for name in file.keys()}
-    else:
-        data = unpickle(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds a {type(data).__name__}, not a dict of tensors")
-    flat = lambda x: x.flatten(0, -2) if x.dim() > 2 else x  # [1,T,C] -> [T,C]
-    tokens = data.get("input_ids", data.get("token_ids"))
-    pairs = (("aux_hidden_state", "hidden_state"), ("aux_hidden_states", "hidden_states"), ("hidden_states", "target_hiddens"))
-    wide, last = next(((data[a], data[b]) for a, b in pairs if a in data and b in data), (None, None))
-    if wide is None and isinstance(data.get("hidden_states"), (list, Tensor)):  # speculators
-        hidden = data["hidden_states"]
-        *blocks, last = [flat(x) for x in (hidden if isinstance(hidden, list) else hidden.unbind(-2))]
-    elif wide is not None:
-        last = flat(last)
-        blocks = list(flat(wide).split(last.shape[-1], dim=-1))
-    if not isinstance(tokens, Tensor) or not isinstance(last, Tensor) or not blocks:
-        raise ValueError(f"{path} is a row of no trainer that is known here: it holds {', '.join(sorted(map(str, data)))}")
-    tokens = tokens.flatten().long()
-    loss_mask = data["loss_mask"].flatten().bool() if isinstance(data.get("loss_mask"), Tensor) else torch.ones_like(tokens, dtype=torch.bool)
-    shapes = {tuple(x.shape) for x in (*blocks, last)}
-    if shapes != {(len(tokens), last.shape[-1])} or len(loss_mask) != len(tokens):
-        raise ValueError(f"{path} contradicts itself: {len(tokens)} tokens, {len(loss_mask)} in loss_mask, hidden states {sorted(shapes)}")
-    if not all(x.isfinite().all() for x in (*blocks, last)):
-        raise ValueError(f"{path}: hidden states are not finite")
-    return ForeignRow(tokens, loss_mask, blocks, last)
-
-
 class FeatureFolder:
     """Features on disk: manifest.json, rows.safetensors (lengths [n], and counts [V]: how often each token is supervised, held-out rows left
     out) and rows_0-2000/data_0.safetensors, ...: input_ids [T] int32, loss_mask [T] bool, and h.b [T,C] for each boundary b of the layout and
@@ -3508,13 +3452,12 @@ class FeatureFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not (self.folder / "manifest.json").is_file():
-            raise FileNotFoundError(f"{folder} has no manifest.json: it is no folder of features (train.py --extract makes one; "
-                                    "train.py --inspect says what is there)")
+            raise FileNotFoundError(f"{folder} has no manifest.json: it is no folder of features (train.py --extract makes one, "
+                                    "examples/convert_features.py makes one of another trainer's rows)")
         self.manifest = read_json(self.folder / "manifest.json")
         value = partial(config_value, self.manifest, where=str(self.folder / "manifest.json"))
         self.layout = FeatureLayout.from_dict(value("feature_layout"))
         self.fingerprint, self.dtype, self.num_rows, self.teacher = (value(key) for key in ("target_fingerprint", "dtype", "rows", "teacher"))
-        self.files = self.manifest.get("files")  # another trainer's
         rows = open_tensors(self.folder / "rows.safetensors")
         self.lengths, self.counts = rows.get_tensor("lengths").tolist(), rows.get_tensor("counts")
 
@@ -3524,70 +3467,44 @@ class FeatureFolder:
         return tuple(dict.fromkeys((*self.layout.names, self.teacher)))
 
     @classmethod
-    def create(cls, folder: str | Path, layout: FeatureLayout, target: Target, rows: list[Row]) -> "FeatureFolder":
-        """Begin a folder, or go on with one: LayoutMismatch or ValueError if it was begun for another layout, target, dtype or other rows."""
-        folder = Path(folder)
-        wanted = cls._manifest(layout, f"h.{layout.num_layers}", target.fingerprint, target.norm.weight.dtype, rows)
+    def create(cls, folder: str | Path, layout: FeatureLayout, target: Target, rows: list[Row],
+               teacher: str | None = None) -> "FeatureFolder":
+        """Begin a folder, or go on with one: LayoutMismatch or ValueError if it was begun for another layout, target, dtype or other
+        rows. teacher: h.L (the default), or h.L.normed where all that is known is what the final norm made of it."""
+        folder, dtype = Path(folder), str(target.norm.weight.dtype).removeprefix("torch.")
+        wanted = {"feature_layout": layout.to_dict(), "target_fingerprint": target.fingerprint, "dtype": dtype, "rows": len(rows),
+                  "rows_hash": rows_hash(rows), "group": cls.group, "teacher": teacher or f"h.{layout.num_layers}"}
         if (folder / "manifest.json").exists():
             own = cls(folder)
             own.layout.require(layout, f"the features in {folder}", "the asked one")
             for key, value in wanted.items():
                 if own.manifest.get(key) != value:
-                    raise ValueError(f"{folder} was begun with another {key} ({own.manifest.get(key)}, now {value}): extract into another folder")
+                    raise ValueError(f"{folder} was begun with another {key} ({own.manifest.get(key)}, now {value}): "
+                                     "extract into another folder")
             return own
         if folder.exists() and any(not path.name.startswith(("manifest.json", "rows.safetensors")) for path in folder.iterdir()):
             raise ValueError(f"{folder} holds something else than features: extract into a new folder")
         folder.mkdir(parents=True, exist_ok=True)
-        return cls._begin(folder, wanted, rows, target.config.vocab_size)
-
-    @classmethod
-    def _manifest(cls, layout: FeatureLayout, teacher: str, fingerprint: dict, dtype: torch.dtype, rows: list[Row]) -> dict:
-        return {"feature_layout": layout.to_dict(), "target_fingerprint": fingerprint, "dtype": str(dtype).removeprefix("torch."),
-                "rows": len(rows), "rows_hash": rows_hash(rows), "group": cls.group, "teacher": teacher}
-
-    @classmethod
-    def _begin(cls, folder: Path, manifest: dict, rows: list[Row], vocab_size: int) -> "FeatureFolder":
-        counts = token_counts(rows[:-held_out_count(len(rows))], vocab_size)
+        counts = token_counts(rows[:-held_out_count(len(rows))], target.config.vocab_size)
         lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32)
         write_tensors(folder / "rows.safetensors", {"lengths": lengths, "counts": counts}, {})
-        write_text(folder / "manifest.json", json.dumps(manifest, indent=1))  # last: a folder that has one is begun
+        write_text(folder / "manifest.json", json.dumps(wanted, indent=1))  # last: a folder that has one is begun
         return cls(folder)
 
-    @classmethod
-    def adopt(cls, folder: str | Path, layout: FeatureLayout, teacher: str, fingerprint: dict, vocab_size: int,
-              progress=lambda x: x) -> "FeatureFolder":
-        """Write the manifest for another trainer's files, whose columns are layout's boundaries and whose last hidden state is `teacher`
-        (h.L, or h.L.normed). Raises ValueError for the first file that cannot be read, or where a manifest is."""
-        folder = Path(folder)
-        if (folder / "manifest.json").exists():
-            raise ValueError(f"{folder} has a manifest already")
-        files, rows, dtype = foreign_files(folder), [], None
-        for file in progress(files):
-            row = read_foreign(folder / file)
-            if len(row.blocks) != len(layout.boundaries) or row.blocks[0].shape[1] != layout.hidden_size:
-                raise ValueError(f"{file} holds {len(row.blocks)} blocks of {row.blocks[0].shape[1]}, {layout} means {len(layout.boundaries)} "
-                                 f"of {layout.hidden_size}")
-            rows.append(Row(array("i", row.tokens.tolist()), bytes(row.loss_mask.tolist()), file))
-            dtype = row.blocks[0].dtype
-        return cls._begin(folder, {**cls._manifest(layout, teacher, fingerprint, dtype, rows), "files": files}, rows, vocab_size)
-
     def path(self, index: int) -> Path:
-        if self.files:
-            return self.folder / self.files[index]
         start = index // self.group * self.group
         return self.folder / f"rows_{start}-{start + self.group}" / f"data_{index}.safetensors"
 
-    def write(self, index: int, tokens: Tensor, loss_mask: Tensor, captures: dict[int, Tensor]) -> str | None:
-        """Store one row: tokens, loss_mask [T], captures {b: [T,C]}. A row with a value that is not finite is stored without its hidden
-        states; returns why."""
-        bad = [b for b, hidden in captures.items() if not hidden.isfinite().all()]
-        skipped = f"boundary {bad[0]} is not finite" if bad else None
+    def write(self, index: int, tokens: Tensor, loss_mask: Tensor, hidden: dict[str, Tensor]) -> str | None:
+        """Store one row: tokens, loss_mask [T], hidden {"h.2": [T,C], ...}. A row with a value that is not finite is stored without its
+        hidden states; returns why."""
+        bad = [name for name, x in hidden.items() if not x.isfinite().all()]
+        skipped = f"{bad[0]} is not finite" if bad else None
         metadata = {"feature_layout": json.dumps(self.layout.to_dict()), "weights": self.fingerprint["weights"], "row": str(index),
                     **({"skipped": skipped} if skipped else {})}
-        tensors = {} if skipped else {f"h.{b}": hidden for b, hidden in captures.items()}
         path = self.path(index)
         path.parent.mkdir(exist_ok=True)
-        write_tensors(path, {"input_ids": tokens.int(), "loss_mask": loss_mask, **tensors}, metadata)
+        write_tensors(path, {"input_ids": tokens.int(), "loss_mask": loss_mask, **({} if skipped else hidden)}, metadata)
         return skipped
 
     def read(self, index: int, names: tuple[str, ...] | None = None) -> StoredRow:
@@ -3595,10 +3512,6 @@ class FeatureFolder:
         path = self.path(index)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there: extraction did not finish; run the same train.py --extract again")
-        if self.files:
-            row = read_foreign(path)
-            hidden = {**dict(zip(self.layout.names, row.blocks)), self.teacher: row.last}
-            return StoredRow(row.tokens, row.loss_mask, {name: hidden[name] for name in names or self.names})
         file = open_tensors(path)
         metadata, stored = file.metadata() or {}, set(file.keys())
         if metadata.get("weights") != self.fingerprint["weights"] or metadata.get("row") != str(index):
@@ -3622,8 +3535,6 @@ class FeatureFolder:
 
     def missing(self) -> list[int]:
         """Rows that are not there yet."""
-        if self.files:
-            return [index for index in range(self.num_rows) if not self.path(index).is_file()]
         present = {path.name for start in range(0, self.num_rows, self.group) for path in self.path(start).parent.glob("data_*.safetensors")}
         return [index for index in range(self.num_rows) if f"data_{index}.safetensors" not in present]
 
@@ -3730,8 +3641,7 @@ def wiring_fault(matches: list[BlockMatch], other_weights: bool) -> tuple[str, s
                                             "and train anew")
         return "foreign features", "the stored hidden states are no boundary of this target: wrong target, tokenizer or rows; extract again"
     if wrong == [matches[-1]]:
-        return "teacher and norm", (f"the stored teacher {wrong[0].claimed} is {wrong[0].best}: extract again, or adopt the files as what they are "
-                                    "(train.py --inspect DIR --target DIR --adopt)")
+        return "teacher and norm", f"the stored teacher {wrong[0].claimed} is {wrong[0].best}: extract again"
     claimed, found = (tuple(boundary(getattr(m, key)) for m in features) for key in ("claimed", "best"))
     text = lambda boundaries: ",".join(map(str, boundaries))
     return explain_blocks(claimed, found), (f"the stored features are boundaries {text(found)}, not {text(claimed)}: extract again, or train and "

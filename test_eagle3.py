@@ -44,6 +44,7 @@ import train
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
                     SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
+from examples import convert_features
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
@@ -2355,7 +2356,7 @@ def stored(tmp_path, target):
     folder = eagle3.FeatureFolder.create(tmp_path / "features", FeatureLayout((0, 3, 5), 32, 8), target, rows)
     for index, row in enumerate(rows):
         tokens, mask = eagle3.collate([row])
-        captures = {b: hidden[0] for b, hidden in target(tokens, boundaries=(0, 3, 5, 8)).captures.items()}
+        captures = {f"h.{b}": hidden[0] for b, hidden in target(tokens, boundaries=(0, 3, 5, 8)).captures.items()}
         assert folder.write(index, tokens[0], mask[0], captures) is None
     return folder, target, rows
 
@@ -2426,11 +2427,11 @@ def test_a_stored_row_that_is_not_sound_is_refused_by_name(stored, damage, messa
 def test_a_row_that_is_not_finite_is_kept_without_its_hidden_states_and_says_why(stored):
     folder, target, rows = stored
     tokens, mask = eagle3.collate([rows[2]])
-    captures = {b: hidden[0].clone() for b, hidden in target(tokens, boundaries=(0, 3, 5, 8)).captures.items()}
-    captures[5][1, 1] = float("inf")
-    assert folder.write(2, tokens[0], mask[0], captures) == "boundary 5 is not finite"
+    captures = {f"h.{b}": hidden[0].clone() for b, hidden in target(tokens, boundaries=(0, 3, 5, 8)).captures.items()}
+    captures["h.5"][1, 1] = float("inf")
+    assert folder.write(2, tokens[0], mask[0], captures) == "h.5 is not finite"
     row = folder.read(2)
-    assert row.hidden == {} and row.skipped == "boundary 5 is not finite" and row.tokens.tolist() == rows[2].tokens
+    assert row.hidden == {} and row.skipped == "h.5 is not finite" and row.tokens.tolist() == rows[2].tokens
 
 
 # -----------------------------------------------------------------------------
@@ -2465,7 +2466,7 @@ def store_features(folder, layout, target, rows, change=lambda captures: capture
         tokens, mask = eagle3.collate([row])
         captures = {b: x[0] for b, x in target(tokens, boundaries=tuple(range(9))).captures.items()}
         changed = change(captures)
-        stored.write(index, tokens[0], mask[0], {b: changed[b].contiguous() for b in dict.fromkeys((*layout.boundaries, 8))})
+        stored.write(index, tokens[0], mask[0], {f"h.{b}": changed[b].contiguous() for b in dict.fromkeys((*layout.boundaries, 8))})
 
 
 def diagnosis(wired, tmp_path, head="head", on="features", target="target", *more):
@@ -2666,8 +2667,8 @@ FOREIGN = {  # trainer: (file name, the dict that it writes, is its teacher afte
 
 @slow
 @pytest.mark.parametrize("trainer", FOREIGN)
-def test_other_trainers_files_are_identified_adopted_and_trained_on(wired, tmp_path, trainer):
-    """speculators 0.3 captured behind its layers: what it calls 2, 4, 5 is 3, 5, 6. Adopting finds that."""
+def test_other_trainers_files_are_identified_converted_and_trained_on(wired, tmp_path, trainer):
+    """speculators 0.3 captured behind its layers: what it calls 2, 4, 5 is 3, 5, 6. Converting finds that."""
     from safetensors.torch import save_file
     name, make, is_normed = FOREIGN[trainer]
     boundaries = (3, 5, 6) if trainer == "speculators 0.3" else (2, 4, 5)
@@ -2680,13 +2681,18 @@ def test_other_trainers_files_are_identified_adopted_and_trained_on(wired, tmp_p
         path.parent.mkdir(parents=True, exist_ok=True)
         data = make(tokens, mask, [captures[b] for b in boundaries], captures[8], target.norm(captures[8]))
         save_file(data, path) if path.suffix == ".safetensors" else torch.save(data, path)
-    result = run_here("train.py", "--inspect", tmp_path / "foreign", "--target", wired / "target", "--dtype", "float32", "--adopt")
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert list(summary["blocks"].values()) == [*(f"h.{b}" for b in boundaries), "h.8.normed" if is_normed else "h.8"] and summary["rows"] == 10
-    adopted = eagle3.FeatureFolder(tmp_path / "foreign")
-    assert adopted.layout.boundaries == boundaries and adopted.teacher == ("h.8.normed" if is_normed else "h.8")
+    command = (tmp_path / "foreign", "--target", wired / "target", "--out", tmp_path / "features")
+    with pytest.raises(LayoutMismatch, match="what the columns are"):
+        run_example(convert_features, *command, "--layers", "1,4,5")
+    summary, teacher = run_example(convert_features, *command), "h.8.normed" if is_normed else "h.8"
+    layers = ",".join(map(str, boundaries))
+    assert (summary["layers"], summary["teacher"], summary["rows"], summary["written"]) == (layers, teacher, 10, 10)
+    folder = eagle3.FeatureFolder(tmp_path / "features")
+    assert folder.layout.boundaries == boundaries and folder.teacher == teacher
+    folder.path(3).unlink()
+    assert run_example(convert_features, *command)["written"] == 1, "it goes on with what is missing"
     options = ("--dtype", "float32", "--ttt-steps", 2, "--batch-size", 3, "--steps", 4, "--lr", 0.003)
-    run_here("train.py", "--features", tmp_path / "foreign", "--target", wired / "target", "--out", tmp_path / "offline", *options)
+    run_here("train.py", "--features", tmp_path / "features", "--target", wired / "target", "--out", tmp_path / "offline", *options)
     run_here("train.py", "--data", wired / "rows.jsonl", "--target", wired / "target", "--out", tmp_path / "online", "--layers",
                ",".join(map(str, boundaries)), *options)
     online, offline = ([json.loads(line)["loss"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("online", "offline"))
@@ -2706,17 +2712,18 @@ def test_hostile_and_broken_files_of_other_trainers_are_refused_by_name(tmp_path
             ("data_4.pt", {**good, "hidden_state": torch.full((1, 4, 32), float("nan"))}, "not finite")):
         torch.save(data, tmp_path / name)
         with pytest.raises(ValueError, match=f"{name}.*{message}"):
-            eagle3.read_foreign(tmp_path / name)
+            convert_features.read_foreign(tmp_path / name)
     torch.save(good, tmp_path / "data_5.pt")
     (tmp_path / "data_5.pt").write_bytes((tmp_path / "data_5.pt").read_bytes()[:-200])
     with pytest.raises(ValueError, match="data_5.pt cannot be read"):
-        eagle3.read_foreign(tmp_path / "data_5.pt")
+        convert_features.read_foreign(tmp_path / "data_5.pt")
     assert not (tmp_path / "exploded").exists()
     (tmp_path / "empty").mkdir()
-    assert "holds no rows" in run_here("train.py", "--inspect", tmp_path / "empty", check=2).stderr
-    result = run_here("train.py", "--inspect", tmp_path)
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert summary["unsound"] == 6 == summary["rows"] and "data_0.pt cannot be read" in result.stdout
+    with pytest.raises(ValueError, match="holds no rows"):
+        run_example(convert_features, tmp_path / "empty", "--target", "any", "--out", tmp_path / "out")
+    with pytest.raises(ValueError, match="data_0.pt cannot be read"):
+        run_example(convert_features, tmp_path, "--target", "any", "--out", tmp_path / "out")
+    assert "examples/convert_features.py" in run_here("train.py", "--inspect", tmp_path, check=2).stderr
 
 
 # -----------------------------------------------------------------------------
@@ -2755,6 +2762,10 @@ def run_here(script, *args, check=0):
             code, problem = 2, str(error)
     assert code == check, f"{script} would end with {code}:\n{out.getvalue()[-2000:]}\n{problem}"
     return SimpleNamespace(stdout=out.getvalue(), stderr=problem)
+
+
+def run_example(module, *args) -> dict:
+    return module.main(list(map(str, args)))
 
 
 def train_args(project, out, steps, *more):

@@ -6,7 +6,7 @@
     torchrun train.py --target DIR --data FILE.jsonl --out DIR --resume  go on with an interrupted run, to the same losses
     torchrun train.py --target DIR --data FILE.jsonl --regenerate OUT.jsonl   the target's own answers, to train on; goes on with what is missing
     torchrun train.py --target DIR --data FILE.jsonl --extract DIR       store the features; goes on with what is missing
-    python train.py --inspect DIR [--target DIR] [--adopt]               what stored features are, another trainer's too
+    python train.py --inspect DIR [--target DIR]                         what stored features are
     torchrun train.py --target DIR --features DIR --out DIR              a head from stored features, without the target's layers
 
 A row of FILE.jsonl has OpenAI `messages`, ShareGPT `conversations`, `prompt` + `completion`, `text`, or `input_ids` (+ `loss_mask`).
@@ -58,7 +58,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--extract", metavar="DIR", help="store the hidden states of all rows there; several processes share the rows")
     add("--features", metavar="DIR", help="train on hidden states stored by --extract, instead of --data")
     add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns really are")
-    add("--adopt", action="store_true", help="--inspect another trainer's files and write the manifest that --features needs")
     add("--out", help="the head's folder, made by this run")
     add("--bench", action="store_true", help="time optimizer steps part by part (--steps, default 20), and the peak memory, instead of training")
     add("--plot", metavar="FILE.png|svg", help="draw the run in --out (after it, or alone: with no --target)")
@@ -97,11 +96,9 @@ def parse_args(argv=None) -> argparse.Namespace:
         parser.set_defaults(batch_size=4, lr=6e-3, ttt_steps=3, steps=DEMO_STEPS[1], dtype="float32")
         args = parser.parse_args(argv)
     args.device = eagle3.torch_device(args.device)
-    if args.adopt and not (args.inspect and args.target):
-        raise ValueError("--adopt belongs to --inspect DIR --target DIR")
     if args.inspect:
         if any((args.data, args.out, args.extract, args.features, args.regenerate, args.bench, args.plot)):
-            raise ValueError("--inspect takes only --target, --adopt and --layers")
+            raise ValueError("--inspect takes only --target")
         return args
     if args.plot:
         eagle3.require_pyplot(args.plot)
@@ -353,7 +350,7 @@ def extract(args, ranks: Shard) -> dict:
                     T = folder.lengths[index]
                     if index % ranks.size != ranks.rank:
                         continue
-                    pending.append(writer.submit(folder.write, index, *rows[index].tensors(), {b: hidden[at, :T] for b, hidden in captures.items()}))
+                    pending.append(writer.submit(folder.write, index, *rows[index].tensors(), {f"h.{b}": hidden[at, :T] for b, hidden in captures.items()}))
                     tokens += T
                 while len(pending) > 4 * args.batch_size:  # writing overlaps with computing, a few batches behind
                     pending.popleft().result()
@@ -370,77 +367,48 @@ def extract(args, ranks: Shard) -> dict:
 
 def inspect(args) -> dict:
     """What a folder of features holds and lacks and, with a target, which boundaries its columns really are."""
-    root = Path(args.inspect)
-    if not root.is_dir():
-        raise FileNotFoundError(f"{root} is not a folder")
-    ours = FeatureFolder(root) if (root / "manifest.json").is_file() else None
-    if ours:
-        wanted = [str(ours.path(i).relative_to(root)) for i in range(ours.num_rows)]
-        there = set(wanted) if ours.files else {str(path.relative_to(root)) for path in root.rglob("*.safetensors")} - {"rows.safetensors"}
-        read = lambda i: ours.read(i, ())
-        print(f"{root}: {ours.layout}, teacher {ours.teacher}, {ours.dtype}, {ours.num_rows} rows")
-    else:
-        wanted = eagle3.foreign_files(root)
-        there, read = set(wanted), lambda i: eagle3.read_foreign(root / wanted[i])
-        print(f"{root}: no manifest, {len(wanted)} rows of another trainer")
-    if not wanted:
-        raise ValueError(f"{root} holds no rows (looked for a manifest.json, data_*.pt, data_*.ckpt, data_*.ckpt.gz, hs_*.safetensors and *.pt)")
-    missing, strangers = [name for name in wanted if not (root / name).is_file()], sorted(there - set(wanted))
-    tokens = supervised = empty = longest = 0
-    unsound, contents, first = [], set(), []  # contents: hashes, to find rows that are there twice
-    double = 0
-    for i in tqdm(range(len(wanted)), desc="rows", unit="row"):
-        if not (root / wanted[i]).is_file():
+    folder = FeatureFolder(args.inspect)
+    root = folder.folder
+    print(f"{root}: {folder.layout}, teacher {folder.teacher}, {folder.dtype}, {folder.num_rows} rows")
+    paths = [folder.path(i) for i in range(folder.num_rows)]
+    strangers = sorted({*root.rglob("*.safetensors")} - {*paths, root / "rows.safetensors"})
+    missing, unsound, first, contents, totals = [], [], [], set(), Counter()  # contents: hashes, to find rows that are there twice
+    for i, path in enumerate(tqdm(paths, desc="rows", unit="row")):
+        if not path.is_file():
+            missing.append(path)
             continue
         try:
-            row = read(i)
+            row = folder.read(i, () if len(first) >= 4 else None)
         except ValueError as error:
             unsound.append(str(error))
             continue
-        T, masked = len(row.tokens), int(row.loss_mask.sum())
-        tokens, supervised, empty, longest = tokens + T, supervised + masked, empty + (masked == 0), max(longest, T)
         key = hash(row.tokens.numpy().tobytes())
-        double += key in contents
+        totals.update(tokens=len(row.tokens), supervised=int(row.loss_mask.sum()), empty=not row.loss_mask.any(), double=key in contents)
+        totals["longest"] = max(totals["longest"], len(row.tokens))
         contents.add(key)
-        if ours is None and len(first) < 4:
-            first.append((row.tokens[:256], {**{f"block {n}": block[:256] for n, block in enumerate(row.blocks)}, "last": row.last[:256]}))
-        elif ours is not None and len(first) < 4 and not row.skipped:
-            whole = ours.read(i)
-            first.append((whole.tokens[:256], {name: hidden[:256] for name, hidden in whole.hidden.items()}))
-    for folder in sorted({str(Path(name).parent) for name in wanted}):
-        names = [name for name in wanted if str(Path(name).parent) == folder]
-        print(f"  {folder}: {sum((root / name).is_file() for name in names)} of {len(names)} rows")
+        if row.hidden:
+            first.append((row.tokens[:256], {name: hidden[:256] for name, hidden in row.hidden.items()}))
+    for group in sorted({path.parent for path in paths}):
+        there = [path.is_file() for path in paths if path.parent == group]
+        print(f"  {group.relative_to(root)}: {sum(there)} of {len(there)} rows")
     for what, names in (("missing", missing), ("not sound", unsound), ("not part of this folder", strangers)):
         if names:
-            print(f"  {len(names)} {what}: {'; '.join(names[:5])}" + (" ..." if len(names) > 5 else ""))
-    print(f"  {tokens} tokens (longest row {longest}), {100 * supervised / max(tokens, 1):.1f} % supervised, {empty} rows with nothing supervised, "
-          f"{double} rows that are there twice")
-    summary = {"rows": len(wanted), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": double, "tokens": tokens,
-               "supervised": supervised, "blocks": None, "cause": None}
+            print(f"  {len(names)} {what}: {'; '.join(map(str, names[:5]))}" + (" ..." if len(names) > 5 else ""))
+    print(f"  {totals['tokens']} tokens (longest row {totals['longest']}), {100 * totals['supervised'] / max(totals['tokens'], 1):.1f} % "
+          f"supervised, {totals['empty']} rows with nothing supervised, {totals['double']} rows that are there twice")
+    summary = {"rows": len(paths), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers),
+               "duplicates": totals["double"], "tokens": totals["tokens"], "supervised": totals["supervised"], "blocks": None, "cause": None}
     if args.target and first:  # in their own dtype: rounding sends tokens to other experts
-        target = eagle3.load_target(args.target, ours.dtype if ours else args.dtype or "float32", args.device)
-        width = next(iter(first[0][1].values())).shape[1]
-        if width != target.config.hidden_size:
-            raise ValueError(f"these features are {width} wide, the target's hidden size is {target.config.hidden_size}: name the target they were "
-                             "made with")
+        target = eagle3.load_target(args.target, folder.dtype, args.device)
+        if folder.layout.hidden_size != target.config.hidden_size:
+            raise ValueError(f"these features are {folder.layout.hidden_size} wide, the target's hidden size is {target.config.hidden_size}: "
+                             "name the target that they were made with")
         matches = eagle3.identify_blocks(first, target)
-        for match in matches:
-            print(f"  {match}")
+        print("".join(f"  {match}\n" for match in matches), end="")
         summary["blocks"] = {match.claimed: match.best if match.similarity >= eagle3.MATCH else None for match in matches}
-        if ours:
-            fault = eagle3.wiring_fault(matches, ours.fingerprint["weights"] != target.fingerprint["weights"])
-            summary["cause"] = fault and fault[0]
-            print(f"  WIRING: {fault[0]}: {fault[1]}" if fault else "  every block is what its name says")
-        elif args.adopt:
-            if any(match.similarity < eagle3.MATCH or match.shift for match in matches):
-                raise ValueError("not adopted: a block is no boundary of this target, or its rows are shifted")
-            *features, last = [match.best for match in matches]
-            boundaries = [int(name.split(".")[1]) for name in features]
-            layout = FeatureLayout(tuple(boundaries), target.config.hidden_size, target.config.num_layers)
-            if args.layers:
-                layout.require(stated_layout(target.config, args), "what the columns are", "the one stated with --layers")
-            FeatureFolder.adopt(root, layout, last, target.fingerprint, target.config.vocab_size, partial(tqdm, desc="manifest", unit="row"))
-            print(f"  adopted: {layout}, teacher {last}; train with --features {root}")
+        fault = eagle3.wiring_fault(matches, folder.fingerprint["weights"] != target.fingerprint["weights"])
+        summary["cause"] = fault and fault[0]
+        print(f"  WIRING: {fault[0]}: {fault[1]}" if fault else "  every block is what its name says")
     return summary
 
 
