@@ -507,7 +507,7 @@ class DraftConfig:
 
     @classmethod
     def for_target(cls, target: TargetConfig, layout: FeatureLayout, draft_vocab_size: int, **changes) -> "DraftConfig":
-        """The default head for a target: its sizes and rope base, no rope scaling (DESIGN: the head's rope is its own)."""
+        """The default head for a target: its sizes and rope base, no rope scaling: a head's rope is its own."""
         layout.require(FeatureLayout(layout.boundaries, target.hidden_size, target.num_layers), "the head's layout", "the target's")
         sizes = {field: getattr(target, field) for field in SIZES}
         return cls(layout=layout, draft_vocab_size=draft_vocab_size, **{**sizes, "rope": RopeConfig(target.rope.theta), **changes})
@@ -1381,6 +1381,11 @@ class DraftHead(nn.Module):
     def logits(self, normed: Tensor) -> Tensor:
         """step's second result [..., C] -> [..., Vd]."""
         return all_gather(self.lm_head(normed), self.shard)
+
+
+def default_draft_vocab_size(vocab_size: int) -> int:
+    """All of a small vocabulary, and of a larger one what keeps the head's lm_head small beside its layer."""
+    return vocab_size if vocab_size <= 32000 else 8192 if vocab_size <= 65536 else 32000
 
 
 def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
@@ -2834,8 +2839,15 @@ def save_draft(head: DraftHead, folder: str | Path, dtype: str | None = None) ->
     return servers
 
 
-TENSOR_NAMES = (("model.", ""), ("layers.0.", "midlayer."),  # how other systems' names begin, and ours
+# What is known of other systems' heads. How their tensors' names begin, and ours:
+TENSOR_NAMES = (("model.", ""), ("layers.0.", "midlayer."),
                 ("aux_norm_low.", "fc_norm.0."), ("aux_norm_mid.", "fc_norm.1."), ("aux_norm_high.", "fc_norm.2."))
+# Where config.json lists the layers whose hidden states a head reads (inside of what, the key), and what makes boundaries of them:
+LAYER_IDS = ((None, "eagle_aux_hidden_state_layer_ids", 0),           # vLLM, speculators: boundaries
+             (None, "aux_hidden_states_layer_ids", 1),                # AngelSlim: the layers whose output is meant
+             ("eagle_config", "eagle_aux_hidden_state_layer_ids", 1))  # SpecForge, SGLang, ModelOpt: the same, in any order
+# What else is nested (inside of what, the keys; None: all of them), in ascending order of precedence; what stands at the top level wins:
+NESTED = (("transformer_layer_config", None), ("eagle_config", DraftConfig.FLAGS))  # speculators' sizes, ModelOpt's flags
 
 
 def draft_tensor_names(tensors: TensorFolder) -> dict[str, str]:
@@ -2874,55 +2886,27 @@ def read_draft_ids(tensors: TensorFolder, names: dict[str, str], size: int, voca
     return ids
 
 
-def plain_draft_config(config: dict) -> dict:
-    """A head's config.json with our keys, whichever system wrote it: speculators nests the layer's sizes, ModelOpt some flags."""
-    nested = config.get("eagle_config") or {}
-    flags = {"norm_before_residual": True} if "speculators_config" in config else {}  # vLLM's default in such a config
-    flags.update({flag: nested[flag] for flag in DraftConfig.FLAGS if flag in nested})
-    return {**(config.get("transformer_layer_config") or {}), **flags, **{key: value for key, value in config.items() if value is not None}}
-
-
 def layout_readings(config: dict, target: TargetConfig) -> dict[str, list[tuple[int, ...]]]:
-    """{each key of a head's config.json that lists layer ids: the boundaries that they can mean, the likeliest first}.
-
-    eagle_aux_hidden_state_layer_ids are boundaries (vLLM, speculators). AngelSlim's aux_hidden_states_layer_ids, and what is nested in
-    eagle_config (SpecForge, ModelOpt), number the layers whose output is meant, in any order. Both readings are possible where the other
-    gives exactly what everyone captures by default, where boundaries are out of order, and of nested ids where SGLang's versions differ.
-    """
-    L, nested, found = target.num_layers, "eagle_config's eagle_aux_hidden_state_layer_ids", {}
-    config = {**config, nested: (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")}
-    for key, plus in (("eagle_aux_hidden_state_layer_ids", 0), ("aux_hidden_states_layer_ids", 1), (nested, 1)):
-        ids = config.get(key)
+    """{each place in a head's config.json that lists layer ids: the boundaries that they can mean, the likeliest first}. They can mean two
+    things where the other reading gives exactly what everyone captures by default, where boundaries are out of order, and where SGLang's
+    versions differ."""
+    L, found = target.num_layers, {}
+    for inside, key, plus in LAYER_IDS:
+        ids, where = ((config.get(inside) or {}) if inside else config).get(key), f"{inside}'s {key}" if inside else key
         if not ids:
             continue
         if not isinstance(ids, list) or not all(type(i) is int for i in ids) or len(set(ids)) < len(ids):
-            raise ValueError(f"config.json's {key} must be a list of different layer ids: got {ids!r}")
+            raise ValueError(f"config.json's {where} must be a list of different layer ids: got {ids!r}")
         read, other = (tuple(i + add for i in sorted(ids)) for add in (plus, 1 - plus))
-        versions_differ = key == nested and target.architecture.startswith(SGLANG_BOUNDARY_IDS) and read[0] != 2
+        versions_differ = inside == "eagle_config" and target.architecture.startswith(SGLANG_BOUNDARY_IDS) and read[0] != 2
         both = versions_differ or other == (2, L // 2, L - 3) or not plus and ids != sorted(ids)
-        found[key] = [b for b in ((read, other) if both else (read,)) if b[0] >= 0 and b[-1] <= L]
+        found[where] = [b for b in ((read, other) if both else (read,)) if b[0] >= 0 and b[-1] <= L]
     return found
-
-
-def plausible_layouts(config: dict, target: TargetConfig) -> list[FeatureLayout]:
-    """What a head may have been trained on, the likeliest first: what its config.json can mean, the same one higher and one lower, and what
-    some system captures by default."""
-    L, readings = target.num_layers, [b for found in layout_readings(config, target).values() for b in found]
-    own = [tuple(config["feature_layout"]["boundaries"])] if "feature_layout" in config else []
-    near = [tuple(b + add for b in read) for read in (*own, *readings) for add in (1, -1)]
-    defaults = [(2, L // 2, L - 3),      # SafeAILab, SGLang, vLLM, SpecForge, AngelSlim, ModelOpt
-                (3, L // 2 + 1, L - 2),  # speculators 0.3 and 0.4
-                (2, L // 2 + 1, L - 3),  # SpecForge, online, in autumn 2025
-                (1, L // 2 - 1, L - 4),  # the default's layer ids taken for boundaries
-                (0, 1, 2)]               # SafeAILab's trainer on an unpatched target
-    valid = lambda b: 0 <= b[0] and b[-1] <= L and all(x < y for x, y in zip(b, b[1:]))
-    return [FeatureLayout(b, target.hidden_size, L) for b in dict.fromkeys((*own, *readings, *near, *defaults)) if valid(b)]
 
 
 def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, target: TargetConfig, where: str) -> FeatureLayout:
     """The layout that a head carries, our feature_layout or else what its layer ids mean, or if it carries none the stated one; compared
     with every other place that states one. Raises LayoutMismatch where they differ, or where it takes --layers to tell."""
-    readings = layout_readings(config, target)
     own = [FeatureLayout.from_dict(x) for x in (config.get("feature_layout"), json.loads(metadata.get("feature_layout", "null"))) if x]
     if own:
         layout = own[0]
@@ -2931,47 +2915,52 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, targ
             layout.require(replace(layout, boundaries=tuple(config["eagle_aux_hidden_state_layer_ids"])), f"the draft head's ({where})",
                            "its own eagle_aux_hidden_state_layer_ids")
     else:
+        readings = layout_readings(config, target)
         possible = list(dict.fromkeys(b for found in readings.values() for b in found))
         agreed = [b for b in possible if all(b in found for found in readings.values())]
         layouts = [FeatureLayout(b, target.hidden_size, target.num_layers) for b in agreed or possible]
         if len(agreed) != 1 and (stated is None or layouts and stated not in layouts):
             text = lambda found: " or ".join(",".join(map(str, b)) for b in found) or "nothing here"
             says = "; ".join(f"{key} can mean {text(found)}" for key, found in readings.items()) or "it lists no layer ids"
+            usual = layouts or [FeatureLayout.default(target.hidden_size, target.num_layers)]
             raise LayoutMismatch(
                 f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them "
                 "with --layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
-                f"{', or '.join(layout.flag for layout in layouts or plausible_layouts(config, target))}; or let serve.py --probe find out")
+                f"{', or '.join(layout.flag for layout in usual)}; or let examples/probe.py find out")
         layout = layouts[0] if len(agreed) == 1 else stated
     if stated is not None:
         layout.require(stated, f"the draft head's ({where})", "the one stated with --layers")
     return layout
 
 
-def read_draft_config(config: dict, layout: FeatureLayout) -> DraftConfig:
-    """From a plain_draft_config, and the layout that it carries or that was stated for it. ValueError for what is no EAGLE-3 head."""
+def read_draft_config(folder: str | Path, target: TargetConfig, stated: FeatureLayout | None = None, metadata: dict = {}) -> DraftConfig:
+    """A head's config.json, whichever system wrote it; metadata: its weight file's. ValueError for what is no EAGLE-3 head."""
+    top = read_json(Path(folder) / "config.json")
+    config = {"rms_norm_eps": 1e-6, **({"norm_before_residual": True} if "speculators_config" in top else {})}  # as vLLM reads it
+    for inside, keys in NESTED:
+        config.update({key: value for key, value in (top.get(inside) or {}).items() if keys is None or key in keys})
+    config.update({key: value for key, value in top.items() if value is not None})
+    layout = read_layout(config, metadata, stated, target, str(folder))
     for key, only in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("target_hidden_size", layout.hidden_size)):
         if config.get(key, only) != only:
             raise ValueError(f"a head for this target must have {key} {only}: its config.json says {config[key]}")
     if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         raise ValueError("the head reads only the target's last hidden state (use_aux_hidden_state is false): that is not supported")
-    sizes, flags = read_sizes({"rms_norm_eps": 1e-6, **config}), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
+    sizes, flags = read_sizes(config), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
     drafted = config.get("draft_vocab_size", sizes["vocab_size"])
     return DraftConfig(layout, draft_vocab_size=drafted, rope=RopeConfig.from_json(config), **sizes, **flags)
 
 
 def require_own_embedding(stored: TensorFolder, name: str, target: Target | TargetEnds) -> None:
     """Raise ValueError unless a head's own embedding is the target's, but for rounding to either's dtype."""
-    own, shard = target.embed_tokens.weight, getattr(target, "shard", Shard())
-    if stored.shape(name) != [target.config.vocab_size, own.shape[1]]:
-        raise ValueError(f"{stored.folder}: {name} is {stored.shape(name)}, the target's is {[target.config.vocab_size, own.shape[1]]}")
-    first = shard.part(target.config.vocab_size).start
-    for start in range(0, len(own), 8192):
-        ours = own[start:start + 8192].cpu()
-        theirs = stored.rows(name, first + start, len(ours))
-        narrow = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
-        if not torch.allclose(ours.to(narrow).float(), theirs.to(narrow).float(), rtol=0, atol=1e-6):
-            raise ValueError(f"{stored.folder}: {name} differs from the target's embedding (another target, or trained along?): "
-                             "here a head shares the target's, so this one cannot be served")
+    own, shape = target.embed_tokens.weight, [target.config.vocab_size, target.config.hidden_size]
+    if stored.shape(name) != shape:
+        raise ValueError(f"{stored.folder}: {name} is {stored.shape(name)}, the target's is {shape}")
+    theirs = stored.tensor(name, getattr(target.embed_tokens, "split", None)).to(own.device)
+    narrow = min(own.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
+    if not torch.allclose(own.to(narrow), theirs.to(narrow), rtol=0, atol=1e-6):
+        raise ValueError(f"{stored.folder}: {name} differs from the target's embedding (another target, or trained along?): "
+                         "here a head shares the target's, so this one cannot be served")
 
 
 def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None,
@@ -2981,23 +2970,22 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
 
     Raises LayoutMismatch or ValueError if it was trained on other features, for another target or tokenizer, or is not whole.
     """
-    folder = Path(folder)
-    tensors, config = TensorFolder(folder), plain_draft_config(read_json(folder / "config.json"))
-    head_config = read_draft_config(config, read_layout(config, tensors.metadata, stated_layout, target.config, str(folder)))
-    if config.get("target_fingerprint") and target.fingerprint:
-        require_same_target(config["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
-    if config.get("architectures") == ["LlamaForCausalLM"] and head_config.rope.theta != 10000:
-        warnings.warn(f"{folder} says rope base {head_config.rope.theta:g}, but the official trainer always uses 10000: serve.py --probe "
+    tensors, stored = TensorFolder(folder), read_json(Path(folder) / "config.json")
+    config = read_draft_config(folder, target.config, stated_layout, tensors.metadata)
+    if stored.get("target_fingerprint") and target.fingerprint:
+        require_same_target(stored["target_fingerprint"], target.fingerprint, f"the draft head {folder}", "the one that is loaded")
+    if stored.get("architectures") == ["LlamaForCausalLM"] and config.rope.theta != 10000:
+        warnings.warn(f"{folder} says rope base {config.rope.theta:g}, but the official trainer always uses 10000: examples/probe.py "
                       "tries both")
     weight, names = target.norm.weight, draft_tensor_names(tensors)
     with torch.device("meta"):
-        head = DraftHead(head_config, shard=getattr(target, "shard", Shard()))
-    own = {name for name in head.state_dict() if name not in ("d2t", "t2d")}  # these two are read below, a copy of the target's embedding compared
+        head = DraftHead(config, shard=getattr(target, "shard", Shard()))
+    own = {name for name in head.state_dict() if name not in ("d2t", "t2d")}  # read below; a copy of the target's embedding is compared
     load_strictly(head, tensors, {name: names.get(name, name) for name in own}, torch_dtype(dtype) if dtype else weight.dtype, weight.device,
                   (r"(^|\.)(d2t|t2d|embed_tokens\.weight)$", r"rotary_emb\.inv_freq$"))
     head.d2t, head.t2d = (torch.empty(x.shape, dtype=x.dtype, device=weight.device) for x in (head.d2t, head.t2d))
-    head.set_draft_ids(read_draft_ids(tensors, names, head_config.draft_vocab_size, head_config.vocab_size))
-    if "embed_tokens.weight" in names and not head_config.has_own_embedding:
+    head.set_draft_ids(read_draft_ids(tensors, names, config.draft_vocab_size, config.vocab_size))
+    if "embed_tokens.weight" in names and not config.has_own_embedding:
         require_own_embedding(tensors, names["embed_tokens.weight"], target)
     broken = [name for name, parameter in head.named_parameters() if not parameter.isfinite().all()]
     if broken:
@@ -3558,11 +3546,9 @@ def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu")
 
 # -----------------------------------------------------------------------------
 # 17. Wiring check
-# Tells a head that is fed wrongly from one that is weak. Stored hidden states are compared with all that the target computes for the same
-# tokens; where nothing is stored, or where a head does not say what it was trained on, it is fed other hidden states, to see which it knows
-# best. Needs: 5, 7, 8, 13.
+# Tells features that are not what they are said to be: stored hidden states are compared with all that the target computes for the same
+# tokens. (What a head without a layout was trained on: examples/probe.py.) Needs: 5.
 
-TELLS = 0.05  # first-step accuracy from which on a head knows something
 MATCH = 0.9  # similarity from which on two blocks are the same boundary; neighbouring boundaries of real models lie well below
 
 
@@ -3648,130 +3634,9 @@ def wiring_fault(matches: list[BlockMatch], other_weights: bool) -> tuple[str, s
                                             f"serve with --layers {text(sorted(found))}, in that order")
 
 
-class FoundFeatures(NamedTuple):
-    boundaries: tuple[int, ...]  # in the order of fc's blocks
-    shift: int                   # tokens to the right
-    loss: float                  # of the first step, with these
-    accuracy: float
-    wired_loss: float            # with what the head is fed
-    wired_accuracy: float
-
-    @property
-    def is_better(self) -> bool:
-        """A well-wired head gains nothing from other hidden states, and an untrained one guesses nothing with any (SmolLM2, a head after 300
-        steps: the next boundaries cost it 0.8 % of its loss and 3 % of its accuracy, others up to 20 and 40 %)."""
-        return self.accuracy >= TELLS and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
-
-
-class FeatureScores:
-    """Feeds a head the hidden states of any boundaries, on rows of (tokens [T], loss_mask [T])."""
-
-    def __init__(self, head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, ttt_steps: int):
-        self.head, self.prepared = head, []
-        for tokens, loss_mask in rows:
-            hidden = all_boundaries(target, tokens)
-            captures = {b: hidden[f"h.{b}"][None] for b in range(target.config.num_layers + 1)}
-            self.prepared.append((prepare_ttt(head, tokens[None], loss_mask[None], captures, ttt_steps), captures))
-
-    @torch.no_grad()
-    def of(self, boundaries: tuple[int, ...], by: int = 0) -> list[TTTStats]:
-        """A row each, with the features moved `by` tokens to the right."""
-        feed = lambda batch, captures: batch._replace(features=torch.cat([captures[b] for b in boundaries], -1).roll(by, 1))
-        return [ttt_loss(self.head, feed(*item))[1] for item in self.prepared]
-
-
-class Probed(NamedTuple):
-    """How a head does, on some rows, when it is said to be this."""
-    config: DraftConfig
-    losses: Tensor            # [rows]
-    accuracy: float           # of the first step
-    acceptance: float | None  # simulated
-
-    @property
-    def loss(self) -> float:
-        return self.losses.mean().item()
-
-    def is_clearly_better(self, other: "Probed") -> bool:
-        """By three standard errors over the rows, and a quarter of a per cent. (SmolLM2: layouts that differ by one in the middle boundary are
-        0.3 % and five errors apart for a head that guesses 76 %; a wrong rope base was 0.2 % and 1.6 errors better for one of 26 %.)"""
-        gain = other.losses - self.losses
-        return self.accuracy >= TELLS and gain.mean().item() >= max(0.0025 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
-
-
-def rewire(head: DraftHead, config: DraftConfig) -> None:
-    """The same weights, said to have been trained on other features, with another rope or norm_before_residual."""
-    head.config, head.midlayer.norm_before_residual = config, config.norm_before_residual
-    head.rope_frequencies.copy_(config.rope.frequencies(config.head_dim))
-
-
-def probe_configs(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, configs: list[DraftConfig], ttt_steps: int,
-                  progress=lambda x: x) -> list[Probed]:
-    """The head rewired as each of these, on rows of (tokens [T], loss_mask [T]), the best first. It is left as the best."""
-    scores, probed = FeatureScores(head, rows, target, ttt_steps), []
-    for config in progress(configs):
-        rewire(head, config)
-        by_row = scores.of(config.layout.boundaries)
-        total = sum(by_row, TTTStats.zeros(ttt_steps))
-        *losses, accuracy = broadcast(torch.tensor([*(stats.loss for stats in by_row), total.accuracy[0]], dtype=torch.float64), target.shard)
-        probed.append(Probed(config, torch.stack(losses), accuracy.item(), total.simulated_acceptance_length))
-    probed.sort(key=lambda p: p.loss)
-    rewire(head, probed[0].config)
-    return probed
-
-
-@torch.no_grad()
-def find_features(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, progress=lambda x: x) -> FoundFeatures:
-    """What the head seems to have been trained on, by trying: rows of (tokens [T], loss_mask [T]). Shifts, neighbours, orders and single blocks
-    are tried, by descent of the first step's loss: a weak head that is fed the next boundary guesses nearly as well, but its loss shows it."""
-    layout, L = head.config.layout, head.config.layout.num_layers
-    scores = FeatureScores(head, rows, target, 1)
-
-    def score(boundaries: tuple[int, ...], by: int) -> tuple[float, float]:  # loss, accuracy
-        stats = sum(scores.of(boundaries, by), TTTStats.zeros(1))
-        return tuple(broadcast(torch.tensor([stats.loss, stats.accuracy[0]], dtype=torch.float64), target.shard).tolist())
-
-    best, by = layout.boundaries, 0
-    wired = loss, accuracy = score(best, by)
-    seen = {(best, by)}
-
-    def attempt(boundaries: tuple[int, ...], shifted: int) -> None:
-        nonlocal best, by, loss, accuracy
-        if (boundaries, shifted) not in seen and all(0 <= b <= L for b in boundaries):
-            seen.add((boundaries, shifted))
-            found = score(boundaries, shifted)
-            if found[0] < loss:
-                best, by, (loss, accuracy) = boundaries, shifted, found
-
-    start = best
-    for shifted in (0, 1, -1):
-        attempt(start, shifted)
-    for change in (1, -1, 2, -2):
-        attempt(tuple(b + change for b in start), 0)
-    for order in itertools.permutations(start):
-        attempt(order, 0)
-    for _ in progress(range(3)):
-        before = best
-        for block in range(len(start)):
-            for b in range(L + 1):
-                attempt((*best[:block], b, *best[block + 1:]), by)
-        if best == before:
-            break
-    return FoundFeatures(best, by, loss, accuracy, *wired)
-
-
 # -----------------------------------------------------------------------------
 # 18. Scripts
 # What train.py and serve.py share. Needs: 3, 14.
-
-
-def require_pyplot(picture: str | Path):
-    """matplotlib's pyplot, drawing to files; raises ValueError before any work is done if it is missing, or could not write `picture`."""
-    picture = Path(picture)
-    if picture.suffix not in (".png", ".svg", ".pdf") or not picture.resolve().parent.is_dir():
-        raise ValueError(f"--plot needs a .png, .svg or .pdf file in a folder that exists: got {picture}")
-    require_package("matplotlib").use("Agg")
-    from matplotlib import pyplot
-    return pyplot
 
 
 def is_first_failure() -> bool:

@@ -6,8 +6,6 @@
     torchrun serve.py --target DIR --draft DIR --prompt "Hello"       one answer, streamed
     torchrun serve.py --target DIR --draft DIR --bench FILE.jsonl     the same prompts with and without the head, alternating
     torchrun serve.py --target DIR --draft DIR --check FEATURES|DATA  is the head fed wrongly, or weak?
-    torchrun serve.py --target DIR --draft DIR --probe                which hidden states was somebody else's head trained on?
-    python serve.py --target DIR --plan 8 --memory 80 --bandwidth 3350  what each of 8 GPUs would hold and read; loads no weights
 
 torchrun --nproc-per-node N splits target and head over N GPUs (or CPU processes).
 
@@ -28,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,22 +57,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--raw", action="store_true", help="no chat template")
     add("--check", metavar="FEATURES|DATA", help="tell wrong wiring from a weak head, on training rows: a folder of features, or a JSONL file")
     add("--held-out", metavar="FILE", help="--check: rows that the head was not trained on")
-    add("--probe", metavar="FILE", nargs="?", const="", help="find the layout of a head that does not say it for certain, on the target's "
-        "answers to the prompts in a JSONL file (default: to some questions)")
-    add("--save", metavar="DIR", help="--probe: write the head there with what was found, in this project's format")
     add("--bench", metavar="FILE", help="JSONL file of prompts to time with and without the head")
-    add("--plan", type=int, metavar="RANKS", help="memory and reading per rank, and whether it fits; without loading weights")
-    add("--max-length", type=int, help="prompt and new tokens of a request, for the server (default: 4096, at most the target's context) and --plan "
-        "(default: the target's context)")
-    add("--memory", type=float, metavar="GB", help="--plan: of a rank")
-    add("--bandwidth", type=float, metavar="GB/S", help="--plan: of a rank's memory")
-    add("--plot", metavar="FILE.png|svg", help="--bench: draw speed-up and acceptance by prompt category and by depth, and where a round's time goes")
-    add("--limit", type=int, help=f"at most this many prompts of --bench (default: all) or --probe (default: {CHECK_ROWS})")
+    add("--max-length", type=int, help="the server: prompt and new tokens of a request (default: 4096, at most the target's context)")
+    add("--limit", type=int, help="--bench: at most this many prompts")
     add("--max-new-tokens", type=int, default=128, help="per prompt")
-    add("--max-batch", type=int, help="requests decoded at once by the server (default: 8), in --bench and --plan (default: 1)")
-    add("--replay", type=float, metavar="AL", help="--bench the engine itself: the head runs, but its guesses are replaced by the recorded plain "
-        "text, spoilt at random so that about AL tokens a round are accepted")
-    add("--peer", choices=["transformers"], help="--bench also times transformers' generate, in turns with the others")
+    add("--max-batch", type=int, help="requests decoded at once by the server (default: 8) and in --bench (default: 1)")
     # the server
     add("--host", default="127.0.0.1", help="address to listen at; others than this machine's own can reach 0.0.0.0")
     add("--port", type=int, default=8000, help="port to listen at (0: a free one)")
@@ -98,35 +85,25 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored, but float32 on a CPU that decodes faster in it)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
-    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check, args.probe, args.plan))
+    jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check))
     if jobs > 1:
-        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE, --check FEATURES|DATA, --probe and "
-                         "--plan RANKS (none: the server)")
-    if args.plan and not args.target or not args.plan and (args.memory or args.bandwidth) or jobs and not args.plan and args.max_length:
-        raise ValueError("--plan needs --target; --memory and --bandwidth belong to --plan, --max-length to --plan and the server")
+        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE and --check FEATURES|DATA (none: the server)")
+    if jobs and args.max_length:
+        raise ValueError("--max-length belongs to the server")
     args.max_batch = (1 if jobs else 8) if args.max_batch is None else args.max_batch
-    if (args.check or args.probe is not None) and not (args.target and args.draft):
-        raise ValueError("--check and --probe need --target and --draft")
-    if args.held_out and not args.check or args.save and args.probe is None:
-        raise ValueError("--held-out belongs to --check, --save to --probe")
-    if args.save and Path(args.save).exists():
-        raise ValueError(f"--save {args.save}: that is there already; name a folder that is not")
-    for name in ("limit", "max_new_tokens", "max_batch", "plan", "max_length", "memory", "bandwidth", "max_queue"):
-        if getattr(args, name) is not None and not getattr(args, name) >= (1e-9 if name in ("memory", "bandwidth") else 1):
+    if args.check and not (args.target and args.draft):
+        raise ValueError("--check needs --target and --draft")
+    if args.held_out and not args.check:
+        raise ValueError("--held-out belongs to --check")
+    for name in ("limit", "max_new_tokens", "max_batch", "max_length", "max_queue"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
-    if args.target and not args.draft and not args.plan and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
+    if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
-    if (args.replay is not None or args.peer or args.plot) and not args.bench:
-        raise ValueError("--replay, --peer and --plot belong to --bench")
-    if args.plot:
-        eagle3.require_pyplot(args.plot)
-    if args.replay is not None and args.replay < 1:
-        raise ValueError(f"--replay is an acceptance length, 1 or more: got {args.replay}")
-    if not (args.plan and args.device == "cuda"):  # a plan is for other machines
-        args.device = eagle3.torch_device(args.device)
+    args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     args.name = args.name or Path(args.target or DEMO / "target").resolve().name
-    args.target, args.draft = (path and eagle3.model_folder(path, not args.plan) for path in (args.target, args.draft))
+    args.target, args.draft = (path and eagle3.model_folder(path) for path in (args.target, args.draft))
     return args
 
 
@@ -200,49 +177,6 @@ def answer(args, ranks: Shard) -> dict:
             "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
 
 
-def plan(args) -> dict:
-    """What --target, and a head, take of each of --plan ranks; nothing is loaded."""
-    config = eagle3.read_target_config(args.target)
-    dtype = eagle3.torch_dtype(args.dtype or config.dtype)  # a plan is for another machine: nothing is measured here
-    stated = stated_layout(args, config)
-    if args.draft:
-        stored = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json"))
-        own = eagle3.read_draft_config(stored, eagle3.read_layout(stored, {}, stated, config, args.draft))
-    else:
-        layout, drafted = stated or FeatureLayout.default(config.hidden_size, config.num_layers), min(32000, config.vocab_size)
-        own = eagle3.DraftConfig.for_target(config, layout, drafted - drafted % args.plan)
-    shard, length, batch = Shard(0, args.plan), args.max_length or config.max_position_embeddings, args.max_batch
-    with torch.device("meta"):
-        whole, target, head = eagle3.Target(config), eagle3.Target(config, shard), eagle3.DraftHead(own, shard=shard)
-    size = partial(eagle3.stored_bytes, dtype=dtype)
-    packed = lambda module: sum(size(layer) for layer in module.modules() if isinstance(layer, eagle3.Linear)) if args.device == "cpu" else 0
-    kv = lambda layers, heads, *widths: layers * batch * length * shard.count(heads) * sum(widths) * dtype.itemsize
-    weights, cached = size(target) + packed(target), kv(config.num_layers, *config.cached)
-    head_size = size(head) + packed(head) + kv(1, own.num_kv_heads, own.head_dim, own.head_dim)
-    experts = [layer for layer in target.modules() if isinstance(layer, eagle3.ExpertLinear)]
-    idle = 1 - min(1, batch * config.experts.experts_per_token / config.experts.num_experts) if experts else 0  # of the experts, at least
-    count = sum(p.numel() for p in whole.parameters()) + sum(2 * b.numel() for b in whole.buffers() if b.dtype == torch.uint8)  # two in a byte
-    tokens = min(512, length)  # a chunk of a prompt: scores, their softmax in fp32, and both in dtype; or the MLP's three widths
-    attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
-    activations = (max(attending, 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize)
-                   + 8 * tokens * config.hidden_size * dtype.itemsize)
-    read = size(target) - (0 if config.tie_word_embeddings else size(target.embed_tokens)) - round(idle * sum(map(size, experts))) + cached
-    collectives = 2 * config.num_layers + 4 if shard.size > 1 else 0
-    fits = None if args.memory is None else weights + cached + head_size + activations <= args.memory * 1e9
-    gb = lambda size: round(size / 1e9, 4)
-    print(f"{args.target} over {shard.size} ranks in {str(dtype).removeprefix('torch.')}: {count / 1e9:.3f} billion parameters")
-    print(f"  each rank holds {gb(weights)} GB of weights" + (" (each Linear's twice: as stored, and packed for the CPU)" if args.device == "cpu" else "")
-          + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head"
-          f"{'' if args.draft else ' (the default one)'} with its cache, and about {gb(activations)} GB while it reads a prompt")
-    print(f"  a plain step reads {gb(read)} GB on each rank, all requests at that length, and takes part in {collectives} collectives"
-          + (f": at {args.bandwidth:g} GB/s at least {read / args.bandwidth / 1e6:.2f} ms" if args.bandwidth else ""))
-    if fits is not None:
-        print(f"  {'fits' if fits else 'does NOT fit'} in {args.memory:g} GB")
-    return {"ranks": shard.size, "weights_gb": gb(size(whole)), "weights_gb_per_rank": gb(weights), "kv_gb_per_rank": gb(cached),
-            "activations_gb_per_rank": gb(activations), "head_gb_per_rank": gb(head_size), "bytes_per_token_per_rank": read // batch,
-            "collectives_per_token": collectives, "floor_ms": rounded(read / args.bandwidth / 1e6 if args.bandwidth else None, 4), "fits": fits}
-
-
 def rounded(x: float | None, digits: int = 3) -> float | None:
     return None if x is None else round(x, digits)
 
@@ -275,70 +209,6 @@ def read_prompts(path: str, args, config: eagle3.TargetConfig) -> list[Prompt]:
     return prompts
 
 
-class ReplayEngine(Engine):
-    """Measures the engine, whatever the head knows: the head and the target run in full, but what they choose is the recorded text, with
-    each guess spoilt at random so that a round emits about `acceptance_length` tokens."""
-
-    def __init__(self, *args, acceptance_length: float, **kwargs):
-        super().__init__(*args, **kwargs)
-        guesses = max(shape.ceiling for shape in self.shapes) - 1
-        if acceptance_length > guesses + 1:
-            raise ValueError(f"--replay {acceptance_length} is more than a perfect head reaches: {guesses + 1}")
-        low, high = 0.0, 1.0  # a guess is right with probability p: 1 + p + ... + p^guesses tokens a round
-        for _ in range(50):
-            p = (low + high) / 2
-            low, high = (p, high) if sum(p**i for i in range(guesses + 1)) < acceptance_length else (low, p)
-        self.probability, self.generator, self.recorded = high, torch.Generator().manual_seed(0), {}
-
-    def record(self, texts: list[list[int]], prompts: list[list[int]]) -> None:
-        """Prompt and plain output of the next requests."""
-        self.recorded = {tuple(prompt): text for text, prompt in zip(texts, prompts)}
-        self.texts = torch.zeros(self.max_batch, self.max_length + self.margin + 1, dtype=torch.int64, device=self.device)
-
-    def _occupy(self, slot, request):
-        super()._occupy(slot, request)
-        if request and self.recorded:
-            text = torch.tensor(self.recorded[tuple(request.prompt)], device=self.device)
-            self.texts[slot, :len(text)] = text
-
-    def _draft(self, shape, columns, size):
-        tree = super()._draft(shape, columns, size)
-        if shape is None or not self.recorded:
-            return tree
-        mask = eagle3.ancestor_mask(tree.parents)
-        depth = mask.sum(-1) - 1
-        places = (self.lengths[:size, None] + depth).clamp(max=self.texts.shape[1] - 1)  # an idle slot stands behind its end
-        recorded = self.texts[:size].gather(1, places)
-        rows = torch.arange(len(depth), device=self.device)
-        on_path = mask[rows, depth.argmax(1)]  # the ancestors of a deepest node
-        right = (torch.rand(depth.shape, generator=self.generator) < self.probability).to(self.device) & on_path
-        tokens = torch.where(right, recorded, (recorded + 1) % self.target.config.vocab_size)
-        return tree._replace(tokens=torch.where(depth == 0, tree.tokens, tokens))
-
-    def _choose(self, own_logits, positions):
-        chosen, scores = super()._choose(own_logits, positions)
-        return (self.texts[:len(positions)].gather(1, positions.clamp(max=self.texts.shape[1] - 1)) if self.recorded else chosen), scores
-
-
-class Peer:
-    """transformers' own generate on the same weights."""
-
-    def __init__(self, args):
-        transformers = eagle3.require_package("transformers")
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(args.target, dtype=eagle3.torch_dtype(args.dtype)).to(args.device).eval()
-        self.args = args
-
-    @torch.no_grad()
-    def seconds(self, prompts: list[list[int]]) -> tuple[float, int]:
-        """One prompt after the other, greedily; returns the time and the new tokens."""
-        begun, new = time.perf_counter(), 0
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=self.args.device)
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.args.max_new_tokens, do_sample=False)
-            new += out.shape[1] - len(prompt)
-        return time.perf_counter() - begun, new
-
-
 @dataclass
 class Tally:
     """What --bench saw of one category of prompts."""
@@ -351,29 +221,8 @@ class Tally:
                 "per_position_acceptance": [rounded(a) for a in self.stats.per_position_acceptance(depth)]}
 
 
-def plot_bench(picture: str, by_category: dict[str, dict], per_position: list[float], ms_plain: float | None, times: dict) -> None:
-    pyplot = eagle3.require_pyplot(picture)
-    figure, ((speed, length), (depths, parts)) = pyplot.subplots(2, 2, figsize=(10, 6.4), layout="constrained")
-    for axes, key, title in ((speed, "speedup", "speed-up over plain decoding (median)"), (length, "acceptance_length", "acceptance length")):
-        bars = axes.barh(list(by_category), [summary[key] or 0 for summary in by_category.values()], color="tab:blue")
-        axes.bar_label(bars, fmt="%.2f", padding=2)
-        axes.axvline(1, color="black", linewidth=1)
-        axes.invert_yaxis()
-        axes.set_title(title)
-    depths.bar(range(1, len(per_position) + 1), per_position, color="tab:green")
-    depths.set(title="share of rounds in which a guess at this depth was accepted", xlabel="depth", ylim=(0, 1))
-    parts.barh(["plain step"], [ms_plain or 0], color="tab:gray", label="plain")
-    left = 0.0
-    for name, color in (("draft", "tab:orange"), ("verify", "tab:blue"), ("host", "tab:red")):
-        parts.barh(["round"], [times[name] or 0], left=left, color=color, label=name)
-        left += times[name] or 0
-    parts.set(title="where a round's time goes (medians)", xlabel="ms")
-    parts.legend()
-    figure.savefig(picture)
-    print(f"drew {picture}")
-
-
 ENOUGH_ROUNDS = 50  # drafted, for an acceptance length to within a tenth or two
+SPEED_AT = (1.5, 2, 2.5, 3, 4)  # acceptance lengths for which --bench says what each shape would gain
 
 
 def median_of(rounds, part: str) -> float | None:
@@ -393,6 +242,19 @@ def expected_speedup(plain, rounds) -> float | None:
     return sum(r.tokens / r.rows for r in rounds) / ms * median_of(plain, "ms")
 
 
+def shape_table(plain, rounds) -> dict[str, dict[str, float]]:
+    """Of every draft shape that ran: the median ms of a round, and how many plain steps that is, which is the acceptance length from which on
+    it pays. What it gains at any acceptance length is that length over this one."""
+    found = {shape: median_of([r for r in rounds if r.shape == shape], "ms") for shape in dict.fromkeys(r.shape for r in rounds) if shape}
+    return {shape_name(shape): {"ms": ms, "break_even": ms / median_of(plain, "ms")} for shape, ms in found.items()} if plain else {}
+
+
+def print_table(lines: list[dict]) -> None:
+    """Dicts with equal keys, as columns below these."""
+    for line in ([dict(zip(lines[0], lines[0])), *lines] if lines else ()):
+        print("  " + "".join(f"{value!s:<{max(len(key) + 2, 10)}}" for key, value in line.items()))
+
+
 def timed(engine: Engine, prompts: list[list[int]], args):
     begun = time.perf_counter()
     requests = eagle3.run_requests(engine, prompts, args.max_new_tokens, sampling=args.sampling)
@@ -401,42 +263,30 @@ def timed(engine: Engine, prompts: list[list[int]], args):
 
 def bench(args, ranks: Shard) -> dict:
     """Each batch of prompts plainly and speculatively, in turns (A B, B A, ...), and whether the texts are the same."""
-    if args.peer and ranks.size > 1:
-        raise ValueError("--peer runs transformers in one process: leave out torchrun, or --peer")
     target, head, spec = load(args, ranks)
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = read_prompts(args.bench, args, target.config)
     longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
-    kind = Engine if args.replay is None else partial(ReplayEngine, acceptance_length=args.replay)
     size = dict(max_batch=args.max_batch, max_length=longest, sizes=(args.max_batch,))
-    speculative = kind(target, head, spec, **size)
+    speculative = Engine(target, head, spec, **size)
     engines = {"plain": Engine(target, **size, margin=speculative.margin), "spec": speculative}
-    peer = Peer(args) if args.peer else None
-    if peer:
-        peer.seconds([prompts[0].ids])
     for engine in engines.values() if args.no_compile else tqdm(engines.values(), desc="compiling", unit="engine"):  # warm-up, not timed
         if not args.no_compile:
             engine.compile()
         eagle3.run_requests(engine, [prompt.ids for prompt in prompts[:args.max_batch]], min(8, args.max_new_tokens), sampling=args.sampling)
         engine.reset_measurements()
-    seconds, tokens = {"plain": 0.0, "spec": 0.0, "peer": 0.0}, {"plain": 0, "spec": 0, "peer": 0}
+    seconds, tokens = {"plain": 0.0, "spec": 0.0}, {"plain": 0, "spec": 0}
     stats, ratios, identical, ties, tallies, by_prompt = SpecStats(), [], 0, 0, {}, []
     shapes = spec if isinstance(spec, tuple) else (spec,)
     ceiling, depth = max(shape.ceiling for shape in shapes), max(shape.num_steps for shape in shapes)
     for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
         chosen, results, took = prompts[start:start + args.max_batch], {}, {}
         batch = [prompt.ids for prompt in chosen]
-        order = ("plain", "spec") if args.replay is not None or start // args.max_batch % 2 == 0 else ("spec", "plain")
-        for name in order:
-            if args.replay is not None and name == "spec":
-                engines["spec"].record([prompt + request.output for prompt, request in zip(batch, results["plain"])], batch)
+        for name in ("plain", "spec") if start // args.max_batch % 2 == 0 else ("spec", "plain"):
             results[name], took[name] = timed(engines[name], batch, args)
             seconds[name] += took[name]
             tokens[name] += sum(len(request.output) for request in results[name])
-        if peer:
-            took["peer"], new = peer.seconds(batch)
-            seconds["peer"], tokens["peer"] = seconds["peer"] + took["peer"], tokens["peer"] + new
         rate = {name: sum(len(r.output) for r in results[name]) / took[name] for name in results}
         ratios.append(rate["spec"] / rate["plain"])
         names = {prompt.category for prompt in chosen}
@@ -452,29 +302,26 @@ def bench(args, ranks: Shard) -> dict:
                 ties += parted[1] < TIE[args.dtype]
                 tqdm.write(f"texts part after {parted[0]} tokens, where the two tokens' logits are {parted[1]:.2g} apart: "
                            + ("a rounding tie" if parted[1] < TIE[args.dtype] else "NOT a tie"))
-    rate = {name: tokens[name] / seconds[name] for name in seconds if seconds[name]}
-    if args.replay is not None:
-        print("REPLAY: the guesses are the recorded text, spoilt at random; this measures the engine, not the head, and not exactness")
-        identical = ties = None
+    rate = {name: tokens[name] / seconds[name] for name in seconds}
     plain, rounds = engines["plain"].rounds, engines["spec"].rounds
     drafted = [r for r in rounds if r.shape]
     ms_plain, ms_drafted = median_of(plain, "ms"), median_of(drafted, "ms")
     times = {part: median_of(drafted, part) for part in ("draft", "verify", "host")}
     by_shape = {shape_name(shape): sum(r.shape == shape for r in rounds) for shape in (None, *shapes)}
+    table = shape_table(plain, rounds)
     break_even = ms_drafted / ms_plain if ms_plain and drafted else None
     acceptance = stats.acceptance_length if stats.rounds >= ENOUGH_ROUNDS else None
     print("rounds by shape (steps-topk-tokens): " + ", ".join(f"{name} {count}" for name, count in by_shape.items()))
+    print_table([{"shape": name, "ms a round": f"{line['ms']:.2f}", "break-even": f"{line['break_even']:.2f}",
+                  **{f"{length} tokens": f"{length / line['break_even']:.2f}x" for length in SPEED_AT}} for name, line in table.items()])
     if acceptance and break_even:
         print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}" + ("" if acceptance > break_even else ": cannot pay"))
     else:
         print(f"acceptance length: too few rounds to tell ({stats.rounds} drafted, {ENOUGH_ROUNDS} would do): give more prompts, or fix a shape, such as "
               f"--num-steps {shapes[0].num_steps} --draft-topk {shapes[0].topk} --num-draft-tokens {shapes[0].num_draft_tokens}")
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
-          f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included"
-          + (f"; transformers {rate['peer']:.1f} tok/s" if peer else ""))
+          f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included")
     by_category = {name: tally.summary(depth) for name, tally in tallies.items()}
-    if args.plot and ranks.rank == 0:
-        plot_bench(args.plot, by_category, stats.per_position_acceptance(depth), ms_plain, times)
     return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
             "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None,
             "spec": "auto" if isinstance(spec, tuple) else [spec.num_steps, spec.topk, spec.num_draft_tokens],
@@ -483,10 +330,11 @@ def bench(args, ranks: Shard) -> dict:
             "expected_speedup": rounded(expected_speedup(plain, rounds)),
             "acceptance_length": rounded(acceptance),
             "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling, "rounds_by_shape": by_shape,
+            "shapes": {name: {key: rounded(value) for key, value in line.items()} for name, line in table.items()},
             "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
             "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
             "by_category": by_category, "worst": [{"prompt": name, "acceptance_length": rounded(length)} for length, name in sorted(by_prompt)[:10]],
-            "replay": args.replay, "peer_tok_s": rounded(rate.get("peer"), 1), "torch": torch.__version__, "threads": torch.get_num_threads()}
+            "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
 CHECK_TOKENS, CHECK_STEPS, CHECK_NEW_TOKENS = 512, 4, 48
@@ -588,18 +436,6 @@ def compare_stored(folder: eagle3.FeatureFolder, stored: list[eagle3.StoredRow],
     return matches
 
 
-def search_other_features(head, tensors, target, evidence: dict) -> None:
-    """Raise WiringFault if the head knows other hidden states better than those that it is fed."""
-    found = eagle3.find_features(head, tensors[:4], target, partial(tqdm, desc="other features", leave=False))
-    evidence["other_features"] = {key: rounded(value, 4) if isinstance(value, float) else value for key, value in found._asdict().items()}
-    if found.is_better:
-        raise WiringFault(
-            "rows shifted by one token" if found.shift else eagle3.explain_blocks(head.config.layout.boundaries, found.boundaries),
-            f"the head knows boundaries {','.join(map(str, found.boundaries))}" + (f", moved by {found.shift:+d} token," if found.shift else "")
-            + f" better than those that it is fed: first-step accuracy {found.accuracy:.3f} against {found.wired_accuracy:.3f}, loss {found.loss:.3f} "
-            f"against {found.wired_loss:.3f}; it was probably trained on those (or, if it is weak, on their neighbours)")
-
-
 def diagnose(args, ranks: Shard, evidence: dict) -> str:
     """The verdict; fills `evidence`. Raises WiringFault or LayoutMismatch."""
     target, head, other_weights = load_checked(args, ranks)
@@ -621,7 +457,6 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
     fault = eagle3.wiring_fault(matches, other_weights) if folder else None
     if fault:
         raise WiringFault(*fault)
-    search_other_features(head, tensors, target, evidence)
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, target.config)
@@ -633,13 +468,15 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
         raise WiringFault("other target weights", "the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train "
                           "on these")
     if accuracy[0] < WEAK:
-        print(f"  nothing is wired wrongly, and the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the "
-              "target's own answers")
+        print(f"  {'nothing is wired wrongly, and' if folder else 'what its files say fits the target, but'} the head guesses "
+              f"{100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the target's own answers"
+              + ("" if folder else "; or it was trained on other hidden states than it says: --check a folder of features, which is exact, "
+                 "or see examples/probe.py"))
         return "weak head"
     if held and held[0] < GENERALISES * accuracy[0]:
         print(f"  it knows its training rows ({accuracy[0]:.2f}) but not others ({held[0]:.2f}): train on more rows, fewer times each")
         return "does not generalise"
-    print("  nothing is wired wrongly, and the head is sound")
+    print(f"  {'nothing is wired wrongly' if folder else 'what its files say fits the target'}, and the head is sound")
     return "ok"
 
 
@@ -652,61 +489,6 @@ def check(args, ranks: Shard = Shard()) -> dict:
         verdict, cause, evidence["error"] = "wiring", getattr(fault, "cause", "layout"), str(fault)
     print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
-
-
-PROBE_QUESTIONS = ("Why is the sky blue?", "Write a Python function that reverses a string.", "Tell me a short story about a lighthouse.",
-                   "How do I make pancakes?", "Explain what a prime number is.", "List five cities in Europe and what each is known for.",
-                   "Write a polite letter that asks for a refund.", "What happened in the year 1969?")
-
-
-def answered_rows(args, target: eagle3.Target) -> list[eagle3.Row]:
-    """The target's own greedy answers, since a head knows those best."""
-    if args.probe:
-        args.limit = args.limit or CHECK_ROWS
-        prompts = [prompt.ids for prompt in read_prompts(args.probe, args, target.config)]
-    else:
-        tokenizer = eagle3.load_tokenizer(args.target)
-        prompts = [eagle3.encode_prompt({"prompt": question}, tokenizer, args.raw) for question in PROBE_QUESTIONS]
-    requests = [r for r in eagle3.generate(target, prompts, args.max_new_tokens) if len(r.output) > 2]
-    if not requests:
-        raise ValueError("the target answers none of the prompts with more than two tokens: name others with --probe FILE.jsonl")
-    return [eagle3.Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "answer") for r in requests]
-
-
-def probe(args, ranks: Shard = Shard()) -> dict:
-    """Which features, and which rope base, a head knows best, if one is clearly best."""
-    if args.save and ranks.size > 1:
-        raise ValueError("--save needs the whole head: probe with one process")
-    target = load_own_part(args, ranks)
-    stored, stated = eagle3.plain_draft_config(eagle3.read_json(Path(args.draft) / "config.json")), stated_layout(args, target.config)
-    layouts = list(dict.fromkeys(([stated] if stated else []) + eagle3.plausible_layouts(stored, target.config)))
-    head = eagle3.load_draft(args.draft, target, *layouts[:1])
-    layouts = [layout for layout in layouts if layout.width == head.config.layout.width]
-    ropes = list(dict.fromkeys((head.config.rope, eagle3.RopeConfig(10000.0))))  # SafeAILab's trainer ignores the config's base
-    residuals = (True, False) if "speculators_config" in stored else (head.config.norm_before_residual,)  # readers' defaults differ
-    configs = [replace(head.config, layout=layout, rope=rope, norm_before_residual=normed)
-               for layout, rope, normed in itertools.product(layouts, ropes, residuals)]
-    rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(args, target)]
-    bar = lambda name: partial(tqdm, desc=name, leave=False)
-    best, *others = probed = eagle3.probe_configs(head, rows, target, configs, CHECK_STEPS, bar("layouts"))
-    table = [{"layers": p.config.layout.flag, "rope_theta": p.config.rope.theta, "norm_before_residual": p.config.norm_before_residual,
-              "loss": rounded(p.loss), "accuracy": rounded(p.accuracy), "simulated_acceptance_length": rounded(p.acceptance)} for p in probed]
-    for line in (dict(zip(table[0], table[0])), *table):
-        print("  " + "".join(f"{value!s:<{max(len(key) + 2, 10)}}" for key, value in line.items()))
-    rivals = [p for p in others if not best.is_clearly_better(p)]
-    found = None if best.accuracy < eagle3.TELLS else eagle3.find_features(head, rows[:4], target, bar("other features"))
-    better = found is not None and found.is_better
-    text = lambda p: f"--layers {p.config.layout.flag} (rope base {p.config.rope.theta:g}, norm_before_residual {p.config.norm_before_residual})"
-    doubt = ("the head guesses too little with any of them" if found is None else
-             f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy {found.accuracy:.3f} "
-             f"against {found.wired_accuracy:.3f}): it was trained on those, or on some near them; name what to try with --layers" if better else
-             f"{text(best)} is best, but not clearly better than {', '.join(map(text, rivals))}" if rivals else None)
-    print(f"cannot tell: {doubt}" if doubt else f"the head was trained on {text(best)}")
-    if args.save and not doubt:
-        print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
-    return {"verdict": "cannot tell" if doubt else "ok", "cause": doubt, "layers": None if doubt else best.config.layout.flag,
-            "rope_theta": None if doubt else best.config.rope.theta, "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
-            "better_boundaries": list(found.boundaries) if better else None, "saved": None if doubt else args.save}
 
 
 # -----------------------------------------------------------------------------
@@ -1248,10 +1030,6 @@ def serve(args, ranks: Shard) -> dict:
 
 def main(ranks: Shard = Shard(), argv=None) -> dict:
     args = parse_args(argv)
-    if args.plan:
-        return plan(args)
-    if args.probe is not None:
-        return probe(args, ranks)
     if args.check or args.bench:
         return check(args, ranks) if args.check else bench(args, ranks)
     return serve(args, ranks) if args.prompt is None and args.prompt_ids is None else answer(args, ranks)

@@ -44,7 +44,7 @@ import train
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
                     SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
-from examples import convert_features
+from examples import convert_features, plan, plot, probe
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
@@ -454,39 +454,6 @@ def test_a_rank_that_fails_or_dies_ends_all_with_one_line(how, message):
     assert result.returncode
     ours = [line for line in result.stderr.splitlines() if line.startswith("test_eagle3.py: ")]
     assert len(ours) == 1 and message in ours[0], result.stderr
-
-
-def planned(shard, folder):
-    """What --plan promises, against what is there."""
-    args = serve.parse_args(["--target", str(folder / "target"), "--draft", str(folder / "head"), "--plan", "2", "--max-length", "64", "--max-batch", "2", "--device", "cpu"])
-    plan = serve.plan(args)
-    target = load_target(folder / "target", shard=shard)
-    engine = Engine(target, load_draft(folder / "head", target), CHAIN, max_batch=2, max_length=64)
-    engine.submit([1, 2, 3], 9, ())
-    engine.step()
-    size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
-    packed = lambda module: size(m.weight for m in module.modules() if m.__class__.__name__.endswith("Linear"))
-    caches = size([*engine.cache.keys, *engine.cache.values]) * 64 / (64 + engine.margin)
-    own = size([*engine.draft_cache.keys, *engine.draft_cache.values]) * 64 / (64 + engine.margin)
-    for key, real in (("weights", size(target.parameters()) + packed(target)), ("kv", caches), ("head", size(engine.head.parameters()) + packed(engine.head) + own)):
-        assert abs(plan[f"{key}_gb_per_rank"] - real / 1e9) <= 1e-4, (key, plan, real)
-    plain = Engine(target, max_length=64)
-    plain.submit([1, 2, 3], 9, ())
-    plain.step()
-    eagle3.TRAFFIC.clear()
-    plain.step()
-    assert plan["collectives_per_token"] == sum(n for name, n in eagle3.TRAFFIC.items() if name != "bytes")
-    return {}
-
-
-@slow
-def test_the_plan_is_what_the_ranks_then_hold(tmp_path):
-    variant_pair(tmp_path, "qwen3 with fewer KV heads than ranks", hidden_size=256, intermediate_size=1024, head_dim=64)
-    run_ranks(2, planned, tmp_path)
-    summary = json.loads(run_here("serve.py", "--target", tmp_path / "target", "--plan", 8, "--layers", "1,2", "--memory", 0.001, "--bandwidth", 100).stdout.splitlines()[-1])
-    assert set(summary) == {"ranks", "weights_gb", "weights_gb_per_rank", "kv_gb_per_rank", "activations_gb_per_rank", "head_gb_per_rank",
-                            "bytes_per_token_per_rank", "collectives_per_token", "floor_ms", "fits"} and summary["fits"] is False
-    assert summary["floor_ms"] == pytest.approx(summary["bytes_per_token_per_rank"] / 1e8, abs=1e-4)
 
 
 # -----------------------------------------------------------------------------
@@ -1901,7 +1868,7 @@ def test_a_head_without_a_layout_needs_it_stated_and_one_that_contradicts_itself
         load_draft(folder / "draft", target, shifted)
     assert load_draft(folder / "draft", target).config == head.config, "what is left are layer ids of two kinds, which agree"
     edit_json(folder / "draft" / "config.json", eagle_aux_hidden_state_layer_ids=..., eagle_config=...)
-    with pytest.raises(LayoutMismatch, match="state them with --layers .* such as --layers 2,4,5, or 3,5,6"):
+    with pytest.raises(LayoutMismatch, match="state them with --layers .* such as --layers 2,4,5; or let examples/probe.py"):
         load_draft(folder / "draft", target)
     assert load_draft(folder / "draft", target, head.config.layout).config == head.config
 
@@ -2059,7 +2026,7 @@ def test_what_other_systems_leave_out_or_say_twice_is_read_as_they_mean_it(tmp_p
     with pytest.raises(LayoutMismatch, match="--layers"):
         load_draft(tmp_path / "theirs", target, FeatureLayout((3, 5, 6), 32, 8))
     with_config(rope_theta=1e6, architectures=["LlamaForCausalLM"])(tmp_path / "theirs")
-    with pytest.warns(UserWarning, match="always uses 10000: serve.py --probe"):
+    with pytest.warns(UserWarning, match="always uses 10000: examples/probe.py"):
         load_draft(tmp_path / "theirs", target)
     target, head = foreign_head(tmp_path / "speculators", "speculators")
     with_config(norm_before_residual=...)(tmp_path / "speculators")
@@ -2125,8 +2092,8 @@ def test_a_hub_name_is_a_folder_downloaded_and_what_fails_is_one_line(saved, tmp
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     args = serve.parse_args(["--target", str(folder / "target"), "--draft", "owner/head", "--prompt", "x"])
     assert args.target == str(folder / "target") and args.draft == str(folder / "draft")
-    assert serve.parse_args(["--target", "owner/head", "--plan", "8"]).target == str(folder / "draft")
-    assert ["*.safetensors" in patterns for patterns in wanted] == [True, False], "a plan loads no weights"
+    assert eagle3.model_folder("owner/head", with_weights=False) == str(folder / "draft")
+    assert ["*.safetensors" in patterns for patterns in wanted] == [True, False]
     (folder / "owner" / "head").mkdir(parents=True)
     assert eagle3.model_folder("owner/head") == "owner/head", "a folder that is there goes before"
     assert all(eagle3.model_folder(name) == name for name in ("nowhere", "/no/where", "a/b/c"))
@@ -2496,18 +2463,15 @@ def test_check_finds_nothing_wrong_with_a_sound_head_and_the_script_ends_with_0(
     assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "ok"
 
 
-@slow
-@pytest.mark.parametrize("trained, stated, cause", [((0, 2, 4), "2,4,6", "other boundaries"), ((2, 4, 5), "3,5,6", "off by one")])
-def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_misstated(wired, tmp_path, trained, stated, cause):
-    """The incident, with the layouts stripped: nothing to compare, but the head knows its own hidden states."""
-    target = load_target(wired / "target")
-    rows = wired_rows(wired)
-    save_draft(teach(target, rows, trained), tmp_path / "carries")
+def test_check_without_features_compares_as_served_and_names_what_finds_the_layout_of_a_head_that_does_not_say_it(wired, tmp_path):
+    save_draft(teach(load_target(wired / "target"), wired_rows(wired), (0, 2, 4)), tmp_path / "carries")
     strip_layout(tmp_path / "carries", tmp_path / "stripped")
-    verdict, found, evidence = diagnosis(wired, tmp_path, "stripped", "rows.jsonl", "target", "--layers", stated)
-    assert (verdict, found) == ("wiring", cause), evidence
-    assert list(evidence["other_features"]["boundaries"]) == list(trained) and evidence["other_features"]["shift"] == 0
-    refused = run_here("serve.py", "--target", wired / "target", "--draft", tmp_path / "carries", "--check", wired / "rows.jsonl", "--layers", stated, check=1)
+    pair = ("--target", wired / "target", "--dtype", "float32", "--check", wired / "rows.jsonl")
+    wrong = run_here("serve.py", *pair, "--draft", tmp_path / "stripped", "--layers", "3,5,7", check=1)
+    assert json.loads(wrong.stdout.splitlines()[-1])["verdict"] == "weak head" and "examples/probe.py" in wrong.stdout
+    right = run_here("serve.py", *pair, "--draft", tmp_path / "stripped", "--layers", "0,2,4")
+    assert json.loads(right.stdout.splitlines()[-1])["verdict"] == "ok"
+    refused = run_here("serve.py", *pair, "--draft", tmp_path / "carries", "--layers", "3,5,7", check=1)
     summary = json.loads(refused.stdout.splitlines()[-1])
     assert (summary["verdict"], summary["cause"]) == ("wiring", "layout"), "a head that carries its layout is refused by it"
 
@@ -2515,72 +2479,6 @@ def test_check_names_what_a_head_without_a_layout_was_trained_on_when_it_is_miss
 def wired_rows(wired):
     lines = map(json.loads, (wired / "rows.jsonl").read_text().splitlines())
     return [Row(line["input_ids"], list(map(bool, line["loss_mask"])), "row") for line in lines]
-
-
-def probed(wired, tmp_path, head, *more):
-    """On the prompts of the rows that the wired head was trained on."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"input_ids": row.tokens[:row.loss_mask.index(True)]}) + "\n" for row in wired_rows(wired)))
-    return serve.probe(serve.parse_args(["--target", str(wired / "target"), "--draft", str(head), "--probe", str(file), "--limit", "10",
-                                         "--max-new-tokens", "30", "--dtype", "float32", *more]))
-
-
-@slow
-@pytest.mark.parametrize("layers, keys", [
-    ("2,4,5", {}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
-    ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}),
-    ("3,5,6", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}), ("3,5,6", {})], ids=str)
-def test_probe_finds_the_layout_of_a_head_whose_ids_were_stripped_shifted_or_reordered(wired, tmp_path, layers, keys):
-    layout = FeatureLayout.parse(layers, 32, 8)
-    if layers != "2,4,5":
-        save_draft(teach(load_target(wired / "target"), wired_rows(wired), layout.boundaries), tmp_path / "head")
-    source = wired / "head" if layers == "2,4,5" else tmp_path / "head"
-    strip_layout(source, tmp_path / "theirs")
-    edit_json(tmp_path / "theirs" / "config.json", **keys)
-    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
-    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", layers, 10000), found
-    target = load_target(wired / "target")
-    saved, ours = load_draft(tmp_path / "saved", target), load_draft(source, target)
-    assert saved.config == ours.config and all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), ours.state_dict().values()))
-
-
-def test_probe_finds_the_rope_base_that_the_official_trainer_used_whatever_its_config_says(wired, tmp_path):
-    strip_layout(wired / "head", tmp_path / "theirs")
-    edit_json(tmp_path / "theirs" / "config.json", rope_theta=100.0, rope_parameters=..., architectures=["LlamaForCausalLM"])
-    target = load_target(wired / "target")
-    head, rows = load_draft(wired / "head", target), [row.tensors() for row in wired_rows(wired)]
-    right, wrong = eagle3.probe_configs(head, rows, target, [head.config, replace(head.config, rope=RopeConfig(100.0))], 4)
-    assert right.config.rope.theta == 10000 and wrong.loss > 1.1 * right.loss, "a wide margin: 1.23 to 1.35 times in trainings of other lengths"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = probed(wired, tmp_path, tmp_path / "theirs")
-    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", "2,4,5", 10000), found
-
-
-def test_probe_finds_the_flag_that_readers_of_a_speculators_head_take_for_different_things_where_it_is_absent(wired, tmp_path):
-    head = load_draft(wired / "head", load_target(wired / "target"))
-    write_foreign_head(tmp_path / "theirs", "speculators", head)
-    edit_json(tmp_path / "theirs" / "config.json", norm_before_residual=...)
-    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
-    assert found["verdict"] == "ok" and not found["table"][0]["norm_before_residual"], found
-    assert load_draft(tmp_path / "saved", head.target).config == head.config
-
-
-@slow
-def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_path):
-    target = load_target(wired / "target")
-    save_draft(random_head(target), tmp_path / "untrained")
-    strip_layout(tmp_path / "untrained", tmp_path / "weak")
-    found = probed(wired, tmp_path, tmp_path / "weak", "--save", str(tmp_path / "saved"))
-    assert (found["verdict"], found["layers"], found["saved"]) == ("cannot tell", None, None) and not (tmp_path / "saved").exists()
-    save_draft(teach(target, wired_rows(wired), (0, 3, 7)), tmp_path / "unusual")
-    strip_layout(tmp_path / "unusual", tmp_path / "theirs")
-    found = probed(wired, tmp_path, tmp_path / "theirs")
-    assert (found["verdict"], found["better_boundaries"]) == ("cannot tell", [0, 3, 7]), "none of the candidates is what it was trained on"
-    assert probed(wired, tmp_path, tmp_path / "theirs", "--layers", "embed,3,7")["layers"] == "embed,3,7", "unless that is named"
-    pair = ("--target", wired / "target", "--draft", tmp_path / "weak")
-    result = run_here("serve.py", *pair, "--probe", tmp_path / "prompts.jsonl", check=1)
-    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "cannot tell" and "the head guesses too little" in result.stdout
 
 
 def moved(captures):
@@ -2651,79 +2549,6 @@ def test_inspect_counts_what_is_missing_torn_there_twice_or_not_part_of_the_fold
     assert (summary["rows"], summary["missing"], summary["unsound"], summary["foreign"], summary["duplicates"]) == (7, 1, 1, 1, 1)
     assert summary["tokens"] == 12 + 7 + 5 + 11 + 12 and "rows_0-2000: 6 of 7 rows" in result.stdout
     assert all(f"data_{index}.safetensors" in result.stdout for index in (0, 3, 99))
-
-
-FOREIGN = {  # trainer: (file name, the dict that it writes, is its teacher after the norm)
-    "SpecForge": ("rows_0-2000/data_{}.ckpt", lambda t, m, b, last, normed: {
-        "input_ids": t, "loss_mask": m, "aux_hidden_state": torch.cat(b, -1)[None], "hidden_state": normed[None]}, True),
-    "speculators": ("hs_{}.safetensors", lambda t, m, b, last, normed: {
-        "token_ids": t, "loss_mask": m, "hidden_states": torch.stack([*b, last], 1)}, False),
-    "speculators 0.3": ("data_{}.pt", lambda t, m, b, last, normed: {"input_ids": t, "loss_mask": m, "hidden_states": [*b, last]}, False),
-    "AngelSlim": ("rows_0-5000/data_{}.ckpt", lambda t, m, b, last, normed: {
-        "input_ids": t[None], "loss_mask": m[None], "hidden_states": torch.cat(b, -1)[None], "target_hiddens": normed[None]}, True),
-    "ModelOpt": ("{}.pt", lambda t, m, b, last, normed: {
-        "input_ids": t, "loss_mask": m, "aux_hidden_states": torch.cat(b, -1), "hidden_states": normed, "conversation_id": "x"}, True)}
-
-
-@slow
-@pytest.mark.parametrize("trainer", FOREIGN)
-def test_other_trainers_files_are_identified_converted_and_trained_on(wired, tmp_path, trainer):
-    """speculators 0.3 captured behind its layers: what it calls 2, 4, 5 is 3, 5, 6. Converting finds that."""
-    from safetensors.torch import save_file
-    name, make, is_normed = FOREIGN[trainer]
-    boundaries = (3, 5, 6) if trainer == "speculators 0.3" else (2, 4, 5)
-    target = load_target(wired / "target")
-    for index, line in enumerate((wired / "rows.jsonl").read_text().splitlines()):
-        record = json.loads(line)
-        tokens, mask = torch.tensor(record["input_ids"]), torch.tensor(record["loss_mask"])
-        captures = {b: x[0] for b, x in target(tokens[None], boundaries=tuple(range(9))).captures.items()}
-        path = tmp_path / "foreign" / name.format(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = make(tokens, mask, [captures[b] for b in boundaries], captures[8], target.norm(captures[8]))
-        save_file(data, path) if path.suffix == ".safetensors" else torch.save(data, path)
-    command = (tmp_path / "foreign", "--target", wired / "target", "--out", tmp_path / "features")
-    with pytest.raises(LayoutMismatch, match="what the columns are"):
-        run_example(convert_features, *command, "--layers", "1,4,5")
-    summary, teacher = run_example(convert_features, *command), "h.8.normed" if is_normed else "h.8"
-    layers = ",".join(map(str, boundaries))
-    assert (summary["layers"], summary["teacher"], summary["rows"], summary["written"]) == (layers, teacher, 10, 10)
-    folder = eagle3.FeatureFolder(tmp_path / "features")
-    assert folder.layout.boundaries == boundaries and folder.teacher == teacher
-    folder.path(3).unlink()
-    assert run_example(convert_features, *command)["written"] == 1, "it goes on with what is missing"
-    options = ("--dtype", "float32", "--ttt-steps", 2, "--batch-size", 3, "--steps", 4, "--lr", 0.003)
-    run_here("train.py", "--features", tmp_path / "features", "--target", wired / "target", "--out", tmp_path / "offline", *options)
-    run_here("train.py", "--data", wired / "rows.jsonl", "--target", wired / "target", "--out", tmp_path / "online", "--layers",
-               ",".join(map(str, boundaries)), *options)
-    online, offline = ([json.loads(line)["loss"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("online", "offline"))
-    assert offline == pytest.approx(online, rel=2e-4)
-
-
-def test_hostile_and_broken_files_of_other_trainers_are_refused_by_name(tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'exploded'}",)
-
-    good = {"input_ids": torch.arange(4), "loss_mask": torch.ones(4), "aux_hidden_state": torch.zeros(1, 4, 96), "hidden_state": torch.zeros(1, 4, 32)}
-    for name, data, message in (
-            ("data_0.pt", {"input_ids": Bomb()}, "cannot be read, or holds more than tensors"), ("data_1.pt", [1, 2], "holds a list"),
-            ("data_2.pt", {"text": torch.zeros(1)}, "no trainer that is known"),
-            ("data_3.pt", {**good, "hidden_state": torch.zeros(1, 3, 32)}, "contradicts itself"),
-            ("data_4.pt", {**good, "hidden_state": torch.full((1, 4, 32), float("nan"))}, "not finite")):
-        torch.save(data, tmp_path / name)
-        with pytest.raises(ValueError, match=f"{name}.*{message}"):
-            convert_features.read_foreign(tmp_path / name)
-    torch.save(good, tmp_path / "data_5.pt")
-    (tmp_path / "data_5.pt").write_bytes((tmp_path / "data_5.pt").read_bytes()[:-200])
-    with pytest.raises(ValueError, match="data_5.pt cannot be read"):
-        convert_features.read_foreign(tmp_path / "data_5.pt")
-    assert not (tmp_path / "exploded").exists()
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no rows"):
-        run_example(convert_features, tmp_path / "empty", "--target", "any", "--out", tmp_path / "out")
-    with pytest.raises(ValueError, match="data_0.pt cannot be read"):
-        run_example(convert_features, tmp_path, "--target", "any", "--out", tmp_path / "out")
-    assert "examples/convert_features.py" in run_here("train.py", "--inspect", tmp_path, check=2).stderr
 
 
 # -----------------------------------------------------------------------------
@@ -3251,41 +3076,6 @@ def test_extraction_says_what_disk_it_needs_and_a_full_disk_is_one_line_and_resu
 
 
 @slow
-def test_bench_times_training_by_part_and_plots_are_drawn_from_what_was_measured(project, tmp_path):
-    result = run_here("train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--bench", "--steps", 4, "--dtype", "float32",
-                        "--batch-size", 4, "--ttt-steps", 3, "--chain-share", 0.5)
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert summary["steps"] == 4 and set(summary["ms"]) == {"target", "teacher", "forward", "backward", "optimizer"} and min(summary["ms"].values()) > 0
-    assert 0 < summary["tok_s"] < summary["head_tok_s"] and 0 < summary["before_gb"] <= summary["peak_gb"] and 0 < summary["trained"] < 1
-    refused = run_here("train.py", "--target", project / "target", "--data", project / "rows.jsonl", "--bench", "--batch-size", 60, check=2)
-    assert "smaller --batch-size" in refused.stderr
-
-    run_here("train.py", *train_args(project, tmp_path / "head", 12, "--plot", tmp_path / "run.svg"))
-    assert (tmp_path / "run.svg").read_text().startswith("<?xml")
-    train.main(argv=["--out", str(tmp_path / "head"), "--plot", str(tmp_path / "again.png")])
-    from matplotlib import pyplot
-    lines = [json.loads(line) for line in (tmp_path / "head" / "metrics.jsonl").read_text().splitlines()]
-    loss, accuracy, length = pyplot.gcf().axes
-    assert loss.lines[0].get_ydata().tolist() == pytest.approx([line["loss"] for line in lines])
-    assert accuracy.lines[2].get_ydata().tolist() == pytest.approx([line["accuracy"][2] for line in lines])
-    assert length.lines[0].get_ydata().tolist() == pytest.approx([line["simulated_acceptance_length"] for line in lines])
-    assert loss.lines[0].get_xdata().tolist() == pytest.approx([line["tokens"] / 1e6 for line in lines])
-    for bad in (tmp_path / "picture.doc", tmp_path / "nowhere" / "x.png"):  # said before the work, not after it
-        assert "--plot needs" in run_here("train.py", *train_args(project, tmp_path / "other", 12, "--plot", bad), check=2).stderr
-    assert not (tmp_path / "other").exists() and "not there" in run_here("train.py", "--out", tmp_path, "--plot", tmp_path / "x.svg", check=2).stderr
-    prompts = [{"input_ids": prompt, "category": name} for prompt, name in zip(random_prompts([6, 7, 8, 9]), ["poetry", "poetry", "prose", "prose"])]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    result = run_here("serve.py", "--target", project / "target", "--draft", tmp_path / "head", "--bench", tmp_path / "prompts.jsonl", "--no-compile",
-                        "--max-new-tokens", 20, "--num-steps", 3, "--draft-topk", 1, "--num-draft-tokens", 4, "--plot", tmp_path / "bench.png")
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert {name: found["prompts"] for name, found in summary["by_category"].items()} == {"poetry": 2, "prose": 2}
-    assert len(summary["worst"]) == 4 and summary["worst"][0]["acceptance_length"] == min(w["acceptance_length"] for w in summary["worst"])
-    lengths = [found["acceptance_length"] for found in summary["by_category"].values()]
-    assert summary["acceptance_length"] is None or min(lengths) <= summary["acceptance_length"] <= max(lengths)
-
-
-@slow
 def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(project, tmp_path):
     run_here("train.py", *train_args(project, tmp_path / "draft", 5, "--layers", "embed,3,5"))
     pair = ("--target", project / "target", "--draft", tmp_path / "draft")
@@ -3302,14 +3092,15 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
         summary = json.loads(bench.stdout.splitlines()[-1])
         assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup expected_speedup "
                                    "acceptance_length per_position_acceptance ceiling rounds_by_shape break_even identical ties by_category worst ms_plain ms_draft ms_verify ms_host "
-                                   "replay peer_tok_s torch threads".split())
+                                   "shapes torch threads".split())
         assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
         assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1 and summary["expected_speedup"] > 0
+        name = spec_name(SpecConfig(*spec))
+        assert list(summary["shapes"]) == [name] and summary["shapes"][name]["break_even"] == summary["break_even"] > 0
+        row, = [line.split() for line in bench.stdout.splitlines() if line.startswith(f"  {name} ")]
+        gains = [float(gain.removesuffix("x")) for gain in row[3:]]
+        assert gains == pytest.approx([length / summary["break_even"] for length in serve.SPEED_AT], abs=0.011), "what each length would gain"
         assert summary["rounds_by_shape"]["none"] == 0 < sum(summary["rounds_by_shape"].values()), "the warm-up's rounds are not counted"
-    replay = ("--bench", project / "prompts.jsonl", "--max-new-tokens", 60, "--no-compile", "--replay", 3, "--peer", "transformers")
-    result = run_here("serve.py", *pair, *replay, "--num-steps", 4, "--draft-topk", 2, "--num-draft-tokens", 8)
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert (summary["acceptance_length"] is None or 2.3 < summary["acceptance_length"] < 3.7) and "REPLAY" in result.stdout and summary["identical"] is None and summary["peer_tok_s"] > 0
     sampled = ("--bench", project / "prompts.jsonl", "--max-new-tokens", 24, "--no-compile", "--temperature", 0.8, "--top-p", 0.9, "--seed", 3)
     summary = json.loads(run_here("serve.py", *pair, *sampled).stdout.splitlines()[-1])
     assert summary["spec"] == "auto" and summary["identical"] + summary["ties"] == 5 and (summary["temperature"], summary["seed"]) == (0.8, 3)
@@ -3367,6 +3158,208 @@ def test_the_demo_makes_a_target_trains_a_head_and_serves_it(tmp_path):
     assert "times as fast as without the head" in result.stdout and load_draft(head, load_target(target)).config.hidden_size == 128
     served = run_script("serve.py", "--prompt", "import os", "--max-new-tokens", 24, "--temperature", 0.7, cwd=tmp_path)
     assert json.loads(served.stdout.splitlines()[-1])["new_tokens"] == 24
+
+
+# -----------------------------------------------------------------------------
+# Examples
+
+
+@slow
+def planned(shard, folder):
+    """What the plan promises, against what is there."""
+    promised = run_example(plan, folder / "target", "--draft", folder / "head", "--ranks", 2, "--max-length", 64, "--max-batch", 2, "--cpu")
+    target = load_target(folder / "target", shard=shard)
+    engine = Engine(target, load_draft(folder / "head", target), CHAIN, max_batch=2, max_length=64)
+    engine.submit([1, 2, 3], 9, ())
+    engine.step()
+    size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
+    packed = lambda module: size(m.weight for m in module.modules() if m.__class__.__name__.endswith("Linear"))
+    caches = size([*engine.cache.keys, *engine.cache.values]) * 64 / (64 + engine.margin)
+    own = size([*engine.draft_cache.keys, *engine.draft_cache.values]) * 64 / (64 + engine.margin)
+    for key, real in (("weights", size(target.parameters()) + packed(target)), ("kv", caches), ("head", size(engine.head.parameters()) + packed(engine.head) + own)):
+        assert abs(promised[f"{key}_gb_per_rank"] - real / 1e9) <= 1e-4, (key, promised, real)
+    plain = Engine(target, max_length=64)
+    plain.submit([1, 2, 3], 9, ())
+    plain.step()
+    eagle3.TRAFFIC.clear()
+    plain.step()
+    assert promised["collectives_per_token"] == sum(n for name, n in eagle3.TRAFFIC.items() if name != "bytes")
+    return {}
+
+
+@slow
+def test_the_plan_is_what_the_ranks_then_hold(tmp_path):
+    variant_pair(tmp_path, "qwen3 with fewer KV heads than ranks", hidden_size=256, intermediate_size=1024, head_dim=64)
+    run_ranks(2, planned, tmp_path)
+    summary = run_example(plan, tmp_path / "target", "--layers", "1,2", "--memory", 0.001, "--bandwidth", 100)
+    assert set(summary) == {"ranks", "weights_gb", "weights_gb_per_rank", "kv_gb_per_rank", "activations_gb_per_rank", "head_gb_per_rank",
+                            "bytes_per_token_per_rank", "collectives_per_token", "floor_ms", "fits"} and summary["fits"] is False
+    assert summary["floor_ms"] == pytest.approx(summary["bytes_per_token_per_rank"] / 1e8, abs=1e-4)
+
+
+def probed(wired, tmp_path, head, *more):
+    """On the prompts of the rows that the wired head was trained on."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": row.tokens[:row.loss_mask.index(True)]}) + "\n" for row in wired_rows(wired)))
+    return run_example(probe, "--target", wired / "target", "--draft", head, "--prompts", file, "--limit", 10,
+                       "--max-new-tokens", 30, "--dtype", "float32", *more)
+
+
+@slow
+@pytest.mark.parametrize("layers, keys", [
+    ("2,4,5", {}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}), ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
+    ("2,4,5", {"eagle_aux_hidden_state_layer_ids": [5, 2, 4]}),
+    ("3,5,6", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}), ("3,5,6", {})], ids=str)
+def test_probe_finds_the_layout_of_a_head_whose_ids_were_stripped_shifted_or_reordered(wired, tmp_path, layers, keys):
+    layout = FeatureLayout.parse(layers, 32, 8)
+    if layers != "2,4,5":
+        save_draft(teach(load_target(wired / "target"), wired_rows(wired), layout.boundaries), tmp_path / "head")
+    source = wired / "head" if layers == "2,4,5" else tmp_path / "head"
+    strip_layout(source, tmp_path / "theirs")
+    edit_json(tmp_path / "theirs" / "config.json", **keys)
+    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
+    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", layers, 10000), found
+    target = load_target(wired / "target")
+    saved, ours = load_draft(tmp_path / "saved", target), load_draft(source, target)
+    assert saved.config == ours.config and all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), ours.state_dict().values()))
+
+
+def test_probe_finds_the_rope_base_that_the_official_trainer_used_whatever_its_config_says(wired, tmp_path):
+    strip_layout(wired / "head", tmp_path / "theirs")
+    edit_json(tmp_path / "theirs" / "config.json", rope_theta=100.0, rope_parameters=..., architectures=["LlamaForCausalLM"])
+    target = load_target(wired / "target")
+    head, rows = load_draft(wired / "head", target), [row.tensors() for row in wired_rows(wired)]
+    right, wrong = probe.try_configs(head, rows, target, [head.config, replace(head.config, rope=RopeConfig(100.0))])
+    assert right.config.rope.theta == 10000 and wrong.loss > 1.1 * right.loss, "a wide margin: 1.23 to 1.35 times in trainings of other lengths"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = probed(wired, tmp_path, tmp_path / "theirs")
+    assert (found["verdict"], found["layers"], found["rope_theta"]) == ("ok", "2,4,5", 10000), found
+
+
+def test_probe_finds_the_flag_that_readers_of_a_speculators_head_take_for_different_things_where_it_is_absent(wired, tmp_path):
+    head = load_draft(wired / "head", load_target(wired / "target"))
+    write_foreign_head(tmp_path / "theirs", "speculators", head)
+    edit_json(tmp_path / "theirs" / "config.json", norm_before_residual=...)
+    found = probed(wired, tmp_path, tmp_path / "theirs", "--save", str(tmp_path / "saved"))
+    assert found["verdict"] == "ok" and not found["table"][0]["norm_before_residual"], found
+    assert load_draft(tmp_path / "saved", head.target).config == head.config
+
+
+@slow
+def test_probe_says_when_it_cannot_tell_and_the_script_ends_with_1(wired, tmp_path):
+    target = load_target(wired / "target")
+    save_draft(random_head(target), tmp_path / "untrained")
+    strip_layout(tmp_path / "untrained", tmp_path / "weak")
+    found = probed(wired, tmp_path, tmp_path / "weak", "--save", str(tmp_path / "saved"))
+    assert (found["verdict"], found["layers"], found["saved"]) == ("cannot tell", None, None) and not (tmp_path / "saved").exists()
+    save_draft(teach(target, wired_rows(wired), (0, 3, 7)), tmp_path / "unusual")
+    strip_layout(tmp_path / "unusual", tmp_path / "theirs")
+    found = probed(wired, tmp_path, tmp_path / "theirs")
+    assert (found["verdict"], found["better_boundaries"]) == ("cannot tell", [0, 3, 7]), "none of the candidates is what it was trained on"
+    assert probed(wired, tmp_path, tmp_path / "theirs", "--layers", "embed,3,7")["layers"] == "embed,3,7", "unless that is named"
+    result = run_script("examples/probe.py", "--target", wired / "target", "--draft", tmp_path / "weak", "--prompts",
+                        tmp_path / "prompts.jsonl", "--dtype", "float32", check=1)
+    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "cannot tell" and "the head guesses too little" in result.stdout
+
+
+FOREIGN = {  # trainer: (file name, the dict that it writes, is its teacher after the norm)
+    "SpecForge": ("rows_0-2000/data_{}.ckpt", lambda t, m, b, last, normed: {
+        "input_ids": t, "loss_mask": m, "aux_hidden_state": torch.cat(b, -1)[None], "hidden_state": normed[None]}, True),
+    "speculators": ("hs_{}.safetensors", lambda t, m, b, last, normed: {
+        "token_ids": t, "loss_mask": m, "hidden_states": torch.stack([*b, last], 1)}, False),
+    "speculators 0.3": ("data_{}.pt", lambda t, m, b, last, normed: {"input_ids": t, "loss_mask": m, "hidden_states": [*b, last]}, False),
+    "AngelSlim": ("rows_0-5000/data_{}.ckpt", lambda t, m, b, last, normed: {
+        "input_ids": t[None], "loss_mask": m[None], "hidden_states": torch.cat(b, -1)[None], "target_hiddens": normed[None]}, True),
+    "ModelOpt": ("{}.pt", lambda t, m, b, last, normed: {
+        "input_ids": t, "loss_mask": m, "aux_hidden_states": torch.cat(b, -1), "hidden_states": normed, "conversation_id": "x"}, True)}
+
+
+@slow
+@pytest.mark.parametrize("trainer", FOREIGN)
+def test_other_trainers_files_are_identified_converted_and_trained_on(wired, tmp_path, trainer):
+    """speculators 0.3 captured behind its layers: what it calls 2, 4, 5 is 3, 5, 6. Converting finds that."""
+    from safetensors.torch import save_file
+    name, make, is_normed = FOREIGN[trainer]
+    boundaries = (3, 5, 6) if trainer == "speculators 0.3" else (2, 4, 5)
+    target = load_target(wired / "target")
+    for index, line in enumerate((wired / "rows.jsonl").read_text().splitlines()):
+        record = json.loads(line)
+        tokens, mask = torch.tensor(record["input_ids"]), torch.tensor(record["loss_mask"])
+        captures = {b: x[0] for b, x in target(tokens[None], boundaries=tuple(range(9))).captures.items()}
+        path = tmp_path / "foreign" / name.format(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = make(tokens, mask, [captures[b] for b in boundaries], captures[8], target.norm(captures[8]))
+        save_file(data, path) if path.suffix == ".safetensors" else torch.save(data, path)
+    command = (tmp_path / "foreign", "--target", wired / "target", "--out", tmp_path / "features")
+    with pytest.raises(LayoutMismatch, match="what the columns are"):
+        run_example(convert_features, *command, "--layers", "1,4,5")
+    summary, teacher = run_example(convert_features, *command), "h.8.normed" if is_normed else "h.8"
+    layers = ",".join(map(str, boundaries))
+    assert (summary["layers"], summary["teacher"], summary["rows"], summary["written"]) == (layers, teacher, 10, 10)
+    folder = eagle3.FeatureFolder(tmp_path / "features")
+    assert folder.layout.boundaries == boundaries and folder.teacher == teacher
+    folder.path(3).unlink()
+    assert run_example(convert_features, *command)["written"] == 1, "it goes on with what is missing"
+    options = ("--dtype", "float32", "--ttt-steps", 2, "--batch-size", 3, "--steps", 4, "--lr", 0.003)
+    run_here("train.py", "--features", tmp_path / "features", "--target", wired / "target", "--out", tmp_path / "offline", *options)
+    run_here("train.py", "--data", wired / "rows.jsonl", "--target", wired / "target", "--out", tmp_path / "online", "--layers",
+               ",".join(map(str, boundaries)), *options)
+    online, offline = ([json.loads(line)["loss"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("online", "offline"))
+    assert offline == pytest.approx(online, rel=2e-4)
+
+
+def test_hostile_and_broken_files_of_other_trainers_are_refused_by_name(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'exploded'}",)
+
+    good = {"input_ids": torch.arange(4), "loss_mask": torch.ones(4), "aux_hidden_state": torch.zeros(1, 4, 96), "hidden_state": torch.zeros(1, 4, 32)}
+    for name, data, message in (
+            ("data_0.pt", {"input_ids": Bomb()}, "cannot be read, or holds more than tensors"), ("data_1.pt", [1, 2], "holds a list"),
+            ("data_2.pt", {"text": torch.zeros(1)}, "no trainer that is known"),
+            ("data_3.pt", {**good, "hidden_state": torch.zeros(1, 3, 32)}, "contradicts itself"),
+            ("data_4.pt", {**good, "hidden_state": torch.full((1, 4, 32), float("nan"))}, "not finite")):
+        torch.save(data, tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            convert_features.read_foreign(tmp_path / name)
+    torch.save(good, tmp_path / "data_5.pt")
+    (tmp_path / "data_5.pt").write_bytes((tmp_path / "data_5.pt").read_bytes()[:-200])
+    with pytest.raises(ValueError, match="data_5.pt cannot be read"):
+        convert_features.read_foreign(tmp_path / "data_5.pt")
+    assert not (tmp_path / "exploded").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no rows"):
+        run_example(convert_features, tmp_path / "empty", "--target", "any", "--out", tmp_path / "out")
+    with pytest.raises(ValueError, match="data_0.pt cannot be read"):
+        run_example(convert_features, tmp_path, "--target", "any", "--out", tmp_path / "out")
+    assert "examples/convert_features.py" in run_here("train.py", "--inspect", tmp_path, check=2).stderr
+
+
+def test_plots_are_drawn_from_what_was_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = [{"loss": 5 - n / 10, "accuracy": [n / 20, n / 30], "simulated_acceptance_length": 1 + n / 10, "tokens": 1000 * n}
+             for n in range(12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_example(plot, tmp_path / "metrics.jsonl", tmp_path / "run.svg")
+    assert (tmp_path / "run.svg").read_text().startswith("<?xml")
+    from matplotlib import pyplot
+    loss, accuracy, length = pyplot.gcf().axes
+    assert loss.lines[0].get_ydata().tolist() == [line["loss"] for line in lines]
+    assert accuracy.lines[1].get_ydata().tolist() == [line["accuracy"][1] for line in lines]
+    assert length.lines[0].get_xdata().tolist() == [line["tokens"] / 1e6 for line in lines]
+    categories = {name: {"speedup": 1.5, "acceptance_length": None} for name in ("poetry", "prose")}
+    summary = {"by_category": categories, "per_position_acceptance": [0.7, 0.4, None], "ms_plain": 9, "ms_draft": 3, "ms_verify": 8, "ms_host": 1}
+    (tmp_path / "bench.txt").write_text("plain 9 tok/s\n" + json.dumps(summary) + "\n")
+    run_example(plot, tmp_path / "bench.txt", tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    speed, _, depths, parts = pyplot.gcf().axes
+    assert [bar.get_width() for bar in speed.patches] == [1.5, 1.5] and [bar.get_height() for bar in depths.patches] == [0.7, 0.4, 0]
+    assert [bar.get_width() for bar in parts.patches] == [9, 3, 8, 1]
+    for measured, picture, message in (("bench.txt", "picture.doc", "must be a .png"), ("bench.txt", "nowhere/x.png", "must be a .png"),
+                                       ("none", "x.png", "not there"), ("run.svg", "x.png", "holds neither")):
+        with pytest.raises((ValueError, OSError), match=message):
+            run_example(plot, tmp_path / measured, tmp_path / picture)
 
 
 if __name__ == "__main__":  # one of the functions above, in each of torchrun's processes

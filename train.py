@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import sys
 import sysconfig
@@ -44,7 +43,6 @@ DEMO, DEMO_STEPS = Path("runs/demo"), (200, 440)  # optimizer steps of the demo'
 DEMO_ROWS, DEMO_PROMPT, DEMO_NEW_TOKENS = 512, 32, 160  # what the target writes for its head: rows, and bytes that are given and made of each
 DEMO_SAMPLING = eagle3.Sampling(0.7, seed=1)
 EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
-BENCH_WARMUP = 3  # optimizer steps of --bench that are not timed
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -59,8 +57,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--features", metavar="DIR", help="train on hidden states stored by --extract, instead of --data")
     add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns really are")
     add("--out", help="the head's folder, made by this run")
-    add("--bench", action="store_true", help="time optimizer steps part by part (--steps, default 20), and the peak memory, instead of training")
-    add("--plot", metavar="FILE.png|svg", help="draw the run in --out (after it, or alone: with no --target)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
     add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
@@ -97,25 +93,18 @@ def parse_args(argv=None) -> argparse.Namespace:
         args = parser.parse_args(argv)
     args.device = eagle3.torch_device(args.device)
     if args.inspect:
-        if any((args.data, args.out, args.extract, args.features, args.regenerate, args.bench, args.plot)):
+        if any((args.data, args.out, args.extract, args.features, args.regenerate)):
             raise ValueError("--inspect takes only --target")
         return args
-    if args.plot:
-        eagle3.require_pyplot(args.plot)
-        if args.out and not any((args.target, args.data, args.features, args.extract, args.regenerate, args.bench, args.resume)):
-            return args
     if not args.target and (args.resume or args.layers or args.head or args.held_out):
         raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers, --head or --held-out")
-    jobs = [job for job in (args.out, args.bench, args.extract, args.regenerate) if job]
-    if (len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target)
-            or args.features and not (args.out or args.bench)):
-        raise ValueError("a real target takes --target, --data and one of --out, --bench, --extract and --regenerate; or --target, --features and "
-                         "one of --out and --bench (with none of them, train.py runs the demo)")
-    if args.plot and not args.out:
-        raise ValueError("--plot draws the run in --out: give that, too")
+    jobs = [job for job in (args.out, args.extract, args.regenerate) if job]
+    if (len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target) or args.features and not args.out):
+        raise ValueError("a real target takes --target, --data and one of --out, --extract and --regenerate; or --target, --features and "
+                         "--out (with none of them, train.py runs the demo)")
     args.changes = DraftConfig.parse_changes(args.head) if args.head else {}
-    if args.head and not (args.out or args.bench):
-        raise ValueError("--head describes the head that --out or --bench trains")
+    if args.head and not args.out:
+        raise ValueError("--head describes the head that --out trains")
     if args.regenerate and (args.layers or args.held_out) or not args.out and args.resume:
         raise ValueError("--resume belongs to --out (the others go on by themselves), --layers and --held-out to heads and features")
     args.sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed)
@@ -432,15 +421,11 @@ def new_optimizer(head: DraftHead, args) -> torch.optim.Optimizer:
     return torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args, mark=lambda: None
-               ) -> tuple[TTTStats, float]:
-    """One optimizer step over accumulated batches; returns its statistics, over all ranks, and the gradient norm before clipping. Calls
-    mark() between the parts (BENCH_PARTS)."""
+def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args) -> tuple[TTTStats, float]:
+    """One optimizer step over accumulated batches; returns its statistics, over all ranks, and the gradient norm before clipping."""
     ranks, prepared, names = source.ranks, [], ", ".join(row.name for rows in loaded for row in source.own(rows))
     for rows in loaded:
-        mark()
         inputs, own = source.inputs(head.config.layout, rows), source.own(rows)
-        mark()
         if inputs:  # this rank has rows here, and --extract did not skip them all
             seeds = [zlib.crc32(repr((args.seed, step, list(row.tokens))).encode()) for row in own]  # whatever the rank, and the source
             prepared.append(eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own], args.chain_share, seeds))
@@ -450,15 +435,12 @@ def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, load
         return stats, 0.0
     optimizer.zero_grad()
     for batch in prepared:
-        mark()
         with autocast(args):
             loss, part = eagle3.ttt_loss(head, batch, num_counted)
-        mark()
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} on rows {names}: lower --lr, or look at these rows")
         loss.backward()
         stats = stats + part
-    mark()
     if ranks.size > 1:
         for parameter in head.parameters():
             parameter.grad = eagle3.all_reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, ranks)
@@ -466,7 +448,6 @@ def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, load
     if not norm.isfinite():
         raise ValueError(f"a gradient is not finite on rows {names}: lower --lr, or look at these rows")
     optimizer.step()
-    mark()
     return stats.summed(ranks), norm.item()
 
 
@@ -502,8 +483,8 @@ def stated_layout(config: TargetConfig, args) -> FeatureLayout:
 def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
     V = target.config.vocab_size
-    config = DraftConfig.for_target(target.config, layout, args.draft_vocab_size or (V if V <= 32000 else 8192 if V <= 65536 else 32000),
-                                    **args.changes)
+    size = args.draft_vocab_size or eagle3.default_draft_vocab_size(V)
+    config = DraftConfig.for_target(target.config, layout, size, **args.changes)
     head = DraftHead(config).init_weights(args.seed)
     head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
     print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {V} "
@@ -619,70 +600,6 @@ def train(args, ranks: Shard = Shard()) -> dict:
             "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, held_source, held_out, out, args)}
 
 
-BENCH_PARTS = ("target", "teacher", "forward", "backward", "optimizer")  # what train_step marks, with one batch a step
-
-
-def bench(args, ranks: Shard) -> dict:
-    """Time optimizer steps on the rows, part by part; nothing is saved. With several ranks: rank 0's times and memory."""
-    head, source, *_ = offline(args, ranks) if args.features else online(args, ranks)
-    memory = lambda: (torch.cuda.max_memory_allocated() if args.device.startswith("cuda")
-                      else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) / 1e9
-    optimizer, before, laps, tokens, slots = new_optimizer(head, args), memory(), [], 0, 0
-    batches = eagle3.epoch_batches(source.lengths, args.batch_size, args.seed, 0)[:BENCH_WARMUP + (args.steps or 20)]
-    if len(batches) <= BENCH_WARMUP or args.batch_size < ranks.size:
-        raise ValueError(f"--bench warms up with {BENCH_WARMUP} batches, of a row for every rank at least: there are {len(batches)} batches of "
-                         f"{args.batch_size} for {ranks.size} ranks; give more rows, or a "
-                         f"{'smaller' if len(batches) <= BENCH_WARMUP else 'larger'} --batch-size")
-    for step, indices in enumerate(tqdm(batches, desc="steps", unit="step")):
-        loaded, watch = source.load(indices), eagle3.Stopwatch(torch.device(args.device))
-        stats, _ = train_step(head, source, optimizer, [loaded], step, args, watch.mark)
-        if step >= BENCH_WARMUP:
-            laps.append(watch.laps())
-            tokens, slots = tokens + sum(source.lengths[i] for i in indices), slots + int(stats.num_trained[0])
-    ms = {part: sum(times) for part, times in zip(BENCH_PARTS, zip(*laps))}
-    total, peak = sum(ms.values()), memory()
-    print(f"{len(laps)} steps of {tokens / len(laps):.0f} tokens, {100 * slots / tokens:.0f} % trained, {args.ttt_steps} training-time-test steps: "
-          + ", ".join(f"{part} {time / len(laps):.0f} ms ({100 * time / total:.0f} %)" for part, time in ms.items()))
-    rate, apart = 1000 * tokens / total, 1000 * tokens / (total - ms["target"])
-    print(f"{rate:.0f} tok/s, {apart:.0f} with the {'reading of features' if args.features else 'target pass'} apart; "
-          f"peak memory {peak:.2f} GB, {before:.2f} of it before the first step")
-    return {"steps": len(laps), "tokens": tokens, "trained": round(slots / tokens, 3), "tok_s": round(rate, 1), "head_tok_s": round(apart, 1),
-            "ms": {part: round(time / len(laps), 1) for part, time in ms.items()}, "peak_gb": round(peak, 3), "before_gb": round(before, 3),
-            "dtype": args.dtype, "device": args.device, "torch": torch.__version__, "threads": torch.get_num_threads()}
-
-
-def plot(metrics: Path, picture: Path) -> None:
-    """Loss, accuracy by step and simulated acceptance length against training tokens, from a run's metrics.jsonl."""
-    if not metrics.is_file():
-        raise FileNotFoundError(f"{metrics} is not there: --plot draws the run in --out")
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    if not lines:
-        raise ValueError(f"{metrics} has no step yet")
-    pyplot = eagle3.require_pyplot(picture)
-    span = max(1, len(lines) // 50)  # each point is the mean of so many optimizer steps
-    groups = [lines[i:i + span] for i in range(0, len(lines) - span + 1, span)]
-    mean = lambda of: [sum(map(of, group)) / span for group in groups]
-    tokens = [group[-1]["tokens"] / 1e6 for group in groups]
-    is_simulated = any(line["simulated_acceptance_length"] for line in lines)  # not with a chain share below 1
-    figure, panels = pyplot.subplots(1, 2 + is_simulated, figsize=(8 + 4 * is_simulated, 3.4), layout="constrained")
-    left, middle, *rest = panels
-    left.plot(tokens, mean(lambda line: line["loss"]), color="tab:blue")
-    left.set_title("loss")
-    steps = len(lines[0]["accuracy"])
-    for step in range(steps):
-        middle.plot(tokens, mean(lambda line: line["accuracy"][step]), color=pyplot.cm.viridis(0.9 * step / max(1, steps - 1)), label=f"step {step}")
-    middle.set_title("accuracy on training rows")
-    middle.legend(fontsize="x-small")
-    for right in rest:
-        right.plot(tokens, mean(lambda line: line["simulated_acceptance_length"] or math.nan), color="tab:green")
-        right.set_title("simulated acceptance length\non training rows")
-    for axes in panels:
-        axes.set_xlabel("million tokens")
-        axes.grid(alpha=0.3)
-    figure.savefig(picture)
-    print(f"drew {picture}")
-
-
 # -----------------------------------------------------------------------------
 # Evaluation
 
@@ -727,6 +644,9 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
                "simulated_acceptance_length": round(simulated, 3), "acceptance_length": None}
     print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}, simulated acceptance length "
           f"{simulated:.2f} (what serving gets, where these rows are the target's own greedy answers)")
+    if args.features:
+        print("not served: stored features need only the target's ends. Compare what serving gets with serve.py --target DIR --draft "
+              f"{out} --check {args.features}")
     if not prompts:
         return summary
     served, written = SpecStats(), []
@@ -859,14 +779,11 @@ def main(ranks: Shard = Shard(), argv=None) -> dict:
     if args.inspect:
         return inspect(args)
     settle_dtype(args, ranks)
-    for job, run in ((args.extract, extract), (args.regenerate, regenerate), (args.bench, bench)):
+    for job, run in ((args.extract, extract), (args.regenerate, regenerate)):
         if job:
             return run(args, ranks)
     try:
-        summary = {} if args.plot and not args.target else train(args, ranks) if args.target else demo(args, ranks)
-        if args.plot and ranks.rank == 0:
-            plot(Path(args.out) / "metrics.jsonl", Path(args.plot))
-        return summary
+        return train(args, ranks) if args.target else demo(args, ranks)
     except KeyboardInterrupt:
         print("--resume goes on from the last checkpoint in --out", file=sys.stderr)
         raise
