@@ -81,6 +81,9 @@ import torch.nn.functional as F
 from torch import Tensor, distributed as dist, nn
 from torch.utils.checkpoint import checkpoint
 
+__all__ = """FeatureLayout LayoutMismatch TargetConfig Target load_target capture_hidden_states DraftConfig DraftHead load_draft save_draft
+ttt_loss SpecConfig Sampling DraftTree grow_tree accept Engine generate speculative_generate""".split()
+
 # -----------------------------------------------------------------------------
 # 1. Feature layout
 # Which hidden states a head reads is a fact of the head. Three wrong ones are as wide as three right ones, so width proves nothing:
@@ -1123,7 +1126,7 @@ class MixtureOfExperts(nn.Module):
 # -----------------------------------------------------------------------------
 # 5. Target
 # The large model, reduced to what speculation needs: one forward that serves whole rows, prefill, a plain step and tree verification, and
-# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 1, 2, 4.
+# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 2, 3, 4.
 
 
 class TargetLayer(nn.Module):
@@ -1271,7 +1274,7 @@ def capture_hidden_states(model: nn.Module, layout: FeatureLayout):
 # -----------------------------------------------------------------------------
 # 7. Draft head
 # One decoder layer that reads (hidden state, next token) and predicts the token after it. fuse() is for the target's features only, step()
-# is the layer; the same two serve training, evaluation and serving. Needs: 1, 2, 4.
+# is the layer; the same two serve training, evaluation and serving. Needs: 1, 2, 3, 4.
 # Official: eagle/model/cnets.py. The paper's figure has a second fully connected layer; code and checkpoints have none, nor do we.
 
 
@@ -1403,7 +1406,7 @@ def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
 #
 #     tokens       x0 x1 x2 x3 x4 x5          slot 1, step 0: features f1, token x2, guesses x3; teacher: target at 2
 #     slot 1       f1                         slot 1, step 1: own hidden,  token x3, guesses x4; teacher: target at 3
-# Needs: 4, 7.
+# Needs: 3, 4, 7.
 
 
 def shift(x: Tensor, by: int) -> Tensor:
@@ -1693,7 +1696,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
 # 9. Sampling
 # One rule for every temperature: the target's token is argmax(processed log-probabilities + noise(seed, position, token)). The noise is a
 # stateless function, so it does not matter when, where or beside whom a position is computed: sampled speculation gives, token for token,
-# the text that sampled plain decoding gives with the same seed, whatever the draft. Needs nothing.
+# the text that sampled plain decoding gives with the same seed, whatever the draft. Needs: 3.
 # Gumbel coupling: Daliri, Musco, Suresh, arXiv 2408.07978; several drafts: Rowan, Phan, Khisti, arXiv 2506.05632. Sharing the noise with
 # the draft is sound because a guess is accepted if and only if it equals the target's token, never by comparing probabilities.
 
@@ -1920,7 +1923,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
 # -----------------------------------------------------------------------------
 # 12. Engine
 # Several requests at once over fixed slots, each with its own length. A round is the same with and without a head: without one the tree is
-# just its root, and verification is a plain step. Needs: 2-5, 7, 9-11.
+# just its root, and verification is a plain step. Needs: 2, 3, 4, 5, 7, 9, 10, 11.
 
 
 class Stopwatch:
@@ -2505,7 +2508,7 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
 # -----------------------------------------------------------------------------
 # 13. Checkpoints
 # Strict both ways; only tensors are ever unpickled; every file is written under a temporary name and renamed, so one that exists is whole.
-# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1 to 5, 7.
+# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1, 2, 3, 4, 5, 7.
 
 
 def read_json(path: Path) -> dict:
@@ -3135,7 +3138,7 @@ class TextStream:
 
 # -----------------------------------------------------------------------------
 # 15. Training rows
-# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 8, 14.
+# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 8.
 
 
 @dataclass
@@ -3404,7 +3407,7 @@ def finished_conversations(path: Path, made: str) -> set[int]:
 # 16. Stored features
 # Hidden states on disk, for training without the target: one file a row, one tensor a boundary, by name; the layout and the target stand in
 # the manifest and in every file. A row that exists is whole, so an interrupted extraction goes on with what is missing, and several
-# processes share the rows without talking. Needs: 1, 5, 13, 15.
+# processes share the rows without talking. Needs: 1, 4, 5, 13, 15.
 
 
 class StoredRow(NamedTuple):

@@ -44,7 +44,7 @@ import train
 from eagle3 import (CacheContext, DraftConfig, DraftHead, DraftTree, Engine, FeatureLayout, KVCache, LayoutMismatch, RopeConfig, Row, Sampling,
                     SpecConfig, Target, TargetConfig, TargetEnds, TTTAttention, accept, ancestor_mask, assistant_spans, capture_hidden_states, generate,
                     load_draft, load_target, prepare_ttt, save_draft, save_target, speculative_generate, trained_slots, ttt_loss)
-from examples import convert_features, plan, plot, probe
+from examples import convert_features, minimal, plan, plot, probe, transformers_target
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
@@ -146,6 +146,34 @@ def test_nothing_is_used_above_its_definition():
     line = {n.name: n.lineno for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     late = [(n.id, n.lineno) for top in tree.body for n in ast.walk(top) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and line.get(n.id, 0) > top.end_lineno]
     assert not late, f"used above their definition: {late}"
+
+
+def test_a_banner_says_what_its_section_needs_of_the_others():
+    """Names that a section's code refers to, and that another section defines: what has to be copied along."""
+    source = (HERE / "eagle3.py").read_text()
+    banners = re.findall(r"^# -{77}\n# (\d+)\. .+\n((?:#.*\n)+)", source, re.M)
+    lines = [source[:match.start()].count("\n") for match in re.finditer(r"^# -{77}\n# \d+\. ", source, re.M)]
+    section_of = lambda node: sum(line < node.lineno for line in lines)
+    top = [node for node in ast.parse(source).body if section_of(node)]
+    names = lambda node, kind: {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, kind)}
+    home = {}
+    for node in top:
+        defined = {node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else names(node, ast.Store)
+        home.update(dict.fromkeys(defined, section_of(node)))
+    used = {int(number): set() for number, _ in banners}
+    for node in top:
+        own = names(node, ast.Store) | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        used[section_of(node)] |= {home[name] for name in names(node, ast.Load) - own if name in home}
+    for number, text in banners:
+        says = re.search(r"Needs:? ([^.]+)\.\n", text)[1]
+        others = sorted(used[int(number)] - {int(number)})
+        assert says == (", ".join(map(str, others)) or "nothing"), f"section {number} says {says}, and uses {others}"
+
+
+def test_a_star_import_brings_the_public_names_and_nothing_else():
+    brought = {}
+    exec("from eagle3 import *", brought)
+    assert set(brought) - {"__builtins__"} == set(eagle3.__all__)
 
 
 # -----------------------------------------------------------------------------
@@ -3334,6 +3362,43 @@ def test_hostile_and_broken_files_of_other_trainers_are_refused_by_name(tmp_path
     with pytest.raises(ValueError, match="data_0.pt cannot be read"):
         run_example(convert_features, tmp_path, "--target", "any", "--out", tmp_path / "out")
     assert "examples/convert_features.py" in run_here("train.py", "--inspect", tmp_path, check=2).stderr
+
+
+def test_the_minimal_file_trains_and_decodes_as_eagle3_does(tmp_path):
+    model = make_transformers_model(tmp_path, "Llama").double()
+    target, draft_ids = load_target(tmp_path, "float64"), torch.arange(0, 64, 2)
+    head = random_head(target, draft_ids=draft_ids)
+    small = minimal.DraftHead(model.config, (2, 4, 5), draft_ids).double()
+    small.load_state_dict(head.state_dict())
+    tokens, mask = torch.tensor(random_prompts([24, 24, 24])), torch.ones(3, 24, dtype=torch.bool)
+    mask[1, :9] = False
+    captures = target(tokens, boundaries=(2, 4, 5, 8)).captures
+    ours, stats = ttt_loss(head, prepare_ttt(head, tokens, mask, captures, 3))
+    theirs, accuracy = minimal.ttt_loss(small, model, tokens, mask, 3)
+    ours.backward()
+    theirs.backward()
+    assert_close("loss", theirs, ours, 1e-6)  # transformers' norms compute in fp32
+    assert accuracy == pytest.approx(stats.accuracy)
+    for name, parameter in head.named_parameters():
+        assert_close(name, small.get_parameter(name).grad, parameter.grad, 1e-6 * max(1, parameter.grad.abs().max().item()))
+    head.requires_grad_(False)
+    for prompt in random_prompts([3, 7, 5]):
+        for steps, topk, nodes in ((4, 3, 10), (3, 1, 4), (1, 1, 2)):
+            request, = speculative_generate(target, head, [prompt], SpecConfig(steps, topk, nodes), 40, ())
+            text, length = minimal.decode(model, small, prompt, 40, steps, topk, nodes)
+            assert text == request.output and length == pytest.approx(39 / request.stats.rounds), "the same drafts are accepted"
+
+
+def test_a_head_for_a_transformers_model_is_trained_and_saved_by_the_example(tmp_path, chat_pair):
+    make_transformers_model(tmp_path / "model", "Llama", vocab_size=264)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(chat_pair / "target" / file, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 20)
+    args = (tmp_path / "model", tmp_path / "text.txt", "--out", tmp_path / "head", "--length", 32)
+    first, last = (run_example(transformers_target, *args, "--steps", steps)["loss"] for steps in (1, 12))
+    assert last < first and load_draft(tmp_path / "head", load_target(tmp_path / "model")).config.layout.boundaries == (2, 4, 5)
+    with pytest.raises(ValueError, match="fewer than one row"):
+        run_example(transformers_target, *args, "--length", 10**6)
 
 
 def test_plots_are_drawn_from_what_was_measured(tmp_path):

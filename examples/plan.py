@@ -26,7 +26,7 @@ def packed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def activation_bytes(config: TargetConfig, shard: Shard, length: int, dtype: torch.dtype) -> int:
-    """While a chunk of a prompt is read: scores, their softmax in fp32, and both in dtype; or the MLP's three widths."""
+    """While a chunk of a prompt is read: scores, their softmax in fp32, both in dtype; or the MLP's three widths."""
     tokens = min(PROMPT_CHUNK, length)
     attending = tokens * (config.num_heads // shard.size) * length * (2 * dtype.itemsize + 8)
     mlp = 3 * tokens * config.intermediate_size // shard.size * dtype.itemsize
@@ -34,16 +34,21 @@ def activation_bytes(config: TargetConfig, shard: Shard, length: int, dtype: tor
 
 
 def read_bytes(target: Target, batch: int, dtype: torch.dtype) -> int:
-    """Of the weights, that one plain step of so many requests reads: not the embedding's table, nor the experts that nobody chose."""
+    """Of the weights, that one plain step of so many requests reads: neither the embedding's table nor experts that
+    nobody chose."""
     config, size = target.config, partial(eagle3.stored_bytes, dtype=dtype)
     experts = [layer for layer in target.modules() if isinstance(layer, eagle3.ExpertLinear)]
-    idle = 1 - min(1, batch * config.experts.experts_per_token / config.experts.num_experts) if experts else 0  # at least
+    idle = (
+        1 - min(1, batch * config.experts.experts_per_token / config.experts.num_experts) if experts else 0
+    )  # at least
     table = 0 if config.tie_word_embeddings else size(target.embed_tokens)
     return size(target) - table - round(idle * sum(map(size, experts)))
 
 
 def count_parameters(target: Target) -> int:
-    return sum(x.numel() for x in target.parameters()) + sum(2 * x.numel() for x in target.buffers() if x.dtype == torch.uint8)
+    return sum(x.numel() for x in target.parameters()) + sum(
+        2 * x.numel() for x in target.buffers() if x.dtype == torch.uint8
+    )
 
 
 def draft_config(config: TargetConfig, draft: str | None, layers: str | None, ranks: int) -> DraftConfig:
@@ -63,7 +68,8 @@ def plan(args: argparse.Namespace) -> dict:
     own = draft_config(config, args.draft, args.layers, args.ranks)
     with torch.device("meta"):
         whole, target, head = Target(config), Target(config, shard), DraftHead(own, shard=shard)
-    size, packed = partial(eagle3.stored_bytes, dtype=dtype), partial(packed_bytes, dtype=dtype) if args.cpu else lambda module: 0
+    size = partial(eagle3.stored_bytes, dtype=dtype)
+    packed = partial(packed_bytes, dtype=dtype) if args.cpu else lambda module: 0
 
     def cache_bytes(layers: int, heads: int, *widths: int) -> int:
         return layers * batch * length * shard.count(heads) * sum(widths) * dtype.itemsize
@@ -75,17 +81,32 @@ def plan(args: argparse.Namespace) -> dict:
     floor = read / args.bandwidth / 1e6 if args.bandwidth else None  # ms
     fits = None if args.memory is None else weights + cached + head_size + activations <= args.memory * 1e9
     gb = lambda size: round(size / 1e9, 4)
-    print(f"{args.target} over {shard.size} ranks in {str(dtype).removeprefix('torch.')}: {count_parameters(whole) / 1e9:.3f} billion parameters")
-    print(f"  each rank holds {gb(weights)} GB of weights" + (" (each Linear's twice: as stored, and packed for the CPU)" if args.cpu else "")
-          + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head"
-          f"{'' if args.draft else ' (the default one)'} with its cache, and about {gb(activations)} GB while it reads a prompt")
-    print(f"  a plain step reads {gb(read)} GB on each rank, all requests at that length, and takes part in {collectives} collectives"
-          + (f": at {args.bandwidth:g} GB/s at least {floor:.2f} ms" if floor else ""))
+    billions, dtype_name = count_parameters(whole) / 1e9, str(dtype).removeprefix("torch.")
+    print(f"{args.target} over {shard.size} ranks in {dtype_name}: {billions:.3f} billion parameters")
+    print(
+        f"  each rank holds {gb(weights)} GB of weights"
+        + (" (each Linear's twice: as stored, and packed for the CPU)" if args.cpu else "")
+        + f", {gb(cached)} GB of KV cache for {batch} requests of {length} tokens, {gb(head_size)} GB of the head"
+        f"{'' if args.draft else ' (the default one)'} with its cache, and about {gb(activations)} GB to read a prompt"
+    )
+    print(
+        f"  a plain step reads {gb(read)} GB on each rank, all requests at that length, and takes part in "
+        f"{collectives} collectives" + (f": at {args.bandwidth:g} GB/s at least {floor:.2f} ms" if floor else "")
+    )
     if fits is not None:
         print(f"  {'fits' if fits else 'does NOT fit'} in {args.memory:g} GB")
-    return {"ranks": shard.size, "weights_gb": gb(size(whole)), "weights_gb_per_rank": gb(weights), "kv_gb_per_rank": gb(cached),
-            "activations_gb_per_rank": gb(activations), "head_gb_per_rank": gb(head_size), "bytes_per_token_per_rank": read // batch,
-            "collectives_per_token": collectives, "floor_ms": floor and round(floor, 4), "fits": fits}
+    return {
+        "ranks": shard.size,
+        "weights_gb": gb(size(whole)),
+        "weights_gb_per_rank": gb(weights),
+        "kv_gb_per_rank": gb(cached),
+        "activations_gb_per_rank": gb(activations),
+        "head_gb_per_rank": gb(head_size),
+        "bytes_per_token_per_rank": read // batch,
+        "collectives_per_token": collectives,
+        "floor_ms": floor and round(floor, 4),
+        "fits": fits,
+    }
 
 
 def main(argv=None) -> dict:
@@ -97,9 +118,13 @@ def main(argv=None) -> dict:
     parser.add_argument("--max-length", type=int, help="tokens of a request (default: the target's context)")
     parser.add_argument("--max-batch", type=int, default=1, help="requests at once")
     parser.add_argument("--memory", type=float, metavar="GB", help="of a rank: does it fit?")
-    parser.add_argument("--bandwidth", type=float, metavar="GB/S", help="of a rank's memory: what does a step take at least?")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="GB/S", help="of a rank's memory: what does a step take at least?"
+    )
     parser.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as the target is stored)")
-    parser.add_argument("--cpu", action="store_true", help="ranks are CPU processes, which hold a packed copy of every Linear")
+    parser.add_argument(
+        "--cpu", action="store_true", help="ranks are CPU processes, which hold a packed copy of every Linear"
+    )
     args = parser.parse_args(argv)
     for name in ("ranks", "max_length", "max_batch", "memory", "bandwidth"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:

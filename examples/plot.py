@@ -84,7 +84,9 @@ def main(argv=None) -> dict:
         raise ValueError(f"the picture must be a .png, .svg or .pdf file in a folder that exists: got {args.picture}")
     if not args.measured.is_file():
         raise FileNotFoundError(f"{args.measured} is not there")
-    lines = [json.loads(line) for line in args.measured.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    lines = [
+        json.loads(line) for line in args.measured.read_text(encoding="utf-8").splitlines() if line.startswith("{")
+    ]
     if not lines or not {"loss", "by_category"} & set(lines[-1]):
         raise ValueError(f"{args.measured} holds neither a step of a training run nor the summary of serve.py --bench")
     plt = pyplot()

@@ -3,10 +3,11 @@
 
     python examples/probe.py --target DIR --draft THEIRS [--prompts FILE.jsonl] [--save DIR]
 
-The target answers some questions, and the head is fed each plausible layout of its own hidden states: what its ids can mean, one higher
-and one lower, every system's default and what --layers states, with the config's rope base and with 10000 (and a speculators head with and
-without norm_before_residual). One that is clearly best is named, if no other hidden states suit the head better; --save then writes the head
-in this project's format. Otherwise it cannot tell, and ends with exit code 1. torchrun splits a large target over several ranks.
+The target answers some questions, and the head is fed each plausible layout of its own hidden states: what its ids can
+mean, one higher and one lower, every system's default and what --layers states, with the config's rope base and with
+10000 (and a speculators head with and without norm_before_residual). One that is clearly best is named, if no other
+hidden states suit the head better; --save then writes the head in this project's format. Otherwise it cannot tell, and
+ends with exit code 1. torchrun splits a large target over several ranks.
 """
 import argparse
 import itertools
@@ -26,15 +27,22 @@ from eagle3 import DraftConfig, DraftHead, FeatureLayout, RopeConfig, Row, Shard
 
 KNOWS = 0.05  # first-step accuracy from which on a head knows something
 STEPS, PROMPTS = 4, 8  # of the training-time test; answers that are scored
-QUESTIONS = ("Why is the sky blue?", "Write a Python function that reverses a string.", "Tell me a short story about a lighthouse.",
-             "How do I make pancakes?", "Explain what a prime number is.", "List five cities in Europe and what each is known for.",
-             "Write a polite letter that asks for a refund.", "What happened in the year 1969?")
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Write a Python function that reverses a string.",
+    "Tell me a short story about a lighthouse.",
+    "How do I make pancakes?",
+    "Explain what a prime number is.",
+    "List five cities in Europe and what each is known for.",
+    "Write a polite letter that asks for a refund.",
+    "What happened in the year 1969?",
+)
 bar = partial(tqdm, leave=False)
 
 
 def plausible_layouts(folder: str, target: TargetConfig, stated: FeatureLayout | None) -> list[FeatureLayout]:
-    """What a head may have been trained on, the likeliest first: what is stated, what its config.json can mean, the same one higher and one
-    lower, and what some system captures by default."""
+    """What a head may have been trained on, the likeliest first: what is stated, what its config.json can mean, the
+    same one higher and one lower, and what some system captures by default."""
     config, L = eagle3.read_json(Path(folder) / "config.json"), target.num_layers
     readings = [b for found in eagle3.layout_readings(config, target).values() for b in found]
     own = [tuple(config["feature_layout"]["boundaries"])] if "feature_layout" in config else []
@@ -57,7 +65,9 @@ class Scorer:
         for tokens, loss_mask in rows:
             hidden = eagle3.all_boundaries(target, tokens)
             captures = {b: hidden[f"h.{b}"][None] for b in range(target.config.num_layers + 1)}
-            self.prepared.append((eagle3.prepare_ttt(head, tokens[None], loss_mask[None], captures, ttt_steps), captures))
+            self.prepared.append(
+                (eagle3.prepare_ttt(head, tokens[None], loss_mask[None], captures, ttt_steps), captures)
+            )
 
     @torch.no_grad()
     def by_row(self, boundaries: tuple[int, ...], moved: int = 0) -> list[TTTStats]:
@@ -81,15 +91,17 @@ class Candidate(NamedTuple):
         return self.losses.mean().item()
 
     def is_clearly_better(self, other: "Candidate") -> bool:
-        """By three standard errors over the rows, and a quarter of a per cent. (SmolLM2: layouts that differ by one in the middle boundary
-        are 0.3 % and five errors apart for a head that guesses 76 %; a wrong rope base was 0.2 % and 1.6 errors better for one of 26 %.)"""
+        """By three standard errors over the rows, and a quarter of a per cent. (SmolLM2: layouts that differ by one in
+        the middle boundary are 0.3 % and five errors apart for a head that guesses 76 %; a wrong rope base was 0.2 %
+        and 1.6 errors better for one of 26 %.)"""
         gain = other.losses - self.losses
         least = max(0.0025 * self.loss, 3 * gain.std().item() / len(gain) ** 0.5)
         return self.accuracy >= KNOWS and gain.mean().item() >= least
 
     def __str__(self) -> str:
         config = self.config
-        return (f"--layers {config.layout.flag} (rope base {config.rope.theta:g}, norm_before_residual {config.norm_before_residual})")
+        return (f"--layers {config.layout.flag} (rope base {config.rope.theta:g}, "
+                f"norm_before_residual {config.norm_before_residual})")
 
 
 def rewire(head: DraftHead, config: DraftConfig) -> None:
@@ -98,7 +110,9 @@ def rewire(head: DraftHead, config: DraftConfig) -> None:
     head.rope_frequencies.copy_(config.rope.frequencies(config.head_dim))
 
 
-def try_configs(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, configs: list[DraftConfig]) -> list[Candidate]:
+def try_configs(
+    head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target, configs: list[DraftConfig]
+) -> list[Candidate]:
     """The head rewired as each of these, the best first. It is left as the best."""
     scorer, candidates = Scorer(head, rows, target, STEPS), []
     for config in bar(configs, desc="layouts"):
@@ -123,15 +137,21 @@ class Search(NamedTuple):
 
     @property
     def is_better(self) -> bool:
-        """A well-wired head gains nothing from other hidden states, and an untrained one guesses nothing with any (SmolLM2, a head after 300
-        steps: the next boundaries cost it 0.8 % of its loss and 3 % of its accuracy, others up to 20 and 40 %)."""
-        return self.accuracy >= KNOWS and self.accuracy >= 1.02 * self.wired_accuracy and self.loss <= 0.995 * self.wired_loss
+        """A well-wired head gains nothing from other hidden states, and an untrained one guesses nothing with any
+        (SmolLM2, a head after 300 steps: the next boundaries cost it 0.8 % of its loss and 3 % of its accuracy, others
+        up to 20 and 40 %)."""
+        return (
+            self.accuracy >= KNOWS
+            and self.accuracy >= 1.02 * self.wired_accuracy
+            and self.loss <= 0.995 * self.wired_loss
+        )
 
 
 @torch.no_grad()
 def search(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target) -> Search:
-    """What the head knows best of all that there is: shifts, neighbours, orders and single blocks are tried, by descent of the first step's
-    loss. A weak head that is fed the next boundary guesses nearly as well, but its loss shows it."""
+    """What the head knows best of all that there is: shifts, neighbours, orders and single blocks are tried, by descent
+    of the first step's loss. A weak head that is fed the next boundary guesses nearly as well, but its loss shows
+    it."""
     start, L, scorer = head.config.layout.boundaries, head.config.layout.num_layers, Scorer(head, rows, target, 1)
     scores = {}  # (boundaries, shift): loss, accuracy
 
@@ -161,14 +181,20 @@ def search(head: DraftHead, rows: list[tuple[Tensor, Tensor]], target: Target) -
 
 def answered_rows(target: Target, args: argparse.Namespace) -> list[Row]:
     """The target's own greedy answers, since a head knows those best."""
-    records = [record for _, record in eagle3.read_records(args.prompts)] if args.prompts else [{"prompt": text} for text in QUESTIONS]
+    records = (
+        [record for _, record in eagle3.read_records(args.prompts)]
+        if args.prompts
+        else [{"prompt": text} for text in QUESTIONS]
+    )
     if not records or None in records:
         raise ValueError(f"{args.prompts} must hold a JSON object in every line")
     tokenizer = None if all("input_ids" in record for record in records) else eagle3.load_tokenizer(args.target)
     prompts = [eagle3.encode_prompt(record, tokenizer, args.raw) for record in records[:args.limit]]
     requests = [r for r in eagle3.generate(target, prompts, args.max_new_tokens) if len(r.output) > 2]
     if not requests:
-        raise ValueError("the target answers none of the prompts with more than two tokens: name others with --prompts FILE.jsonl")
+        raise ValueError(
+            "the target answers none of the prompts with more than two tokens: name others with --prompts FILE.jsonl"
+        )
     return [Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "answer") for r in requests]
 
 
@@ -180,16 +206,26 @@ def probe(args: argparse.Namespace, ranks: Shard) -> dict:
     layouts = plausible_layouts(args.draft, config, stated)
     head = eagle3.load_draft(args.draft, target, *layouts[:1])
     layouts = [layout for layout in layouts if layout.width == head.config.layout.width]
-    ropes = list(dict.fromkeys((head.config.rope, RopeConfig(10000.0))))  # SafeAILab's trainer ignores the config's base
+    ropes = list(
+        dict.fromkeys((head.config.rope, RopeConfig(10000.0)))
+    )  # SafeAILab's trainer ignores the config's base
     is_speculators = "speculators_config" in eagle3.read_json(Path(args.draft) / "config.json")
     residuals = (True, False) if is_speculators else (head.config.norm_before_residual,)  # readers' defaults differ
     configs = [replace(head.config, layout=layout, rope=rope, norm_before_residual=normed)
                for layout, rope, normed in itertools.product(layouts, ropes, residuals)]
     rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(target, args)]
     best, *others = candidates = try_configs(head, rows, target, configs)
-    table = [{"layers": c.config.layout.flag, "rope_theta": c.config.rope.theta, "norm_before_residual": c.config.norm_before_residual,
-              "loss": round(c.loss, 3), "accuracy": round(c.accuracy, 3),
-              "simulated_acceptance_length": c.acceptance and round(c.acceptance, 3)} for c in candidates]
+    table = [
+        {
+            "layers": c.config.layout.flag,
+            "rope_theta": c.config.rope.theta,
+            "norm_before_residual": c.config.norm_before_residual,
+            "loss": round(c.loss, 3),
+            "accuracy": round(c.accuracy, 3),
+            "simulated_acceptance_length": c.acceptance and round(c.acceptance, 3),
+        }
+        for c in candidates
+    ]
     for line in (dict(zip(table[0], table[0])), *table):
         print("  " + "".join(f"{value!s:<{max(len(key) + 2, 10)}}" for key, value in line.items()))
     doubt, found = None, None
@@ -199,16 +235,26 @@ def probe(args: argparse.Namespace, ranks: Shard) -> dict:
     else:
         found = search(head, rows[:4], target)
         if found.is_better:
-            doubt = (f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy {found.accuracy:.3f} "
-                     f"against {found.wired_accuracy:.3f}): it was trained on those, or on some near them; name what to try with --layers")
+            doubt = (
+                f"the head knows boundaries {','.join(map(str, found.boundaries))} better than any of them (accuracy "
+                f"{found.accuracy:.3f} against {found.wired_accuracy:.3f}): it was trained on those, or on some near "
+                "them; name what to try with --layers"
+            )
         elif rivals:
             doubt = f"{best} is best, but not clearly better than {', '.join(map(str, rivals))}"
     print(f"cannot tell: {doubt}" if doubt else f"the head was trained on {best}")
     if args.save and not doubt:
         print(f"saved {args.save}: {eagle3.save_draft(head, args.save)}")
-    return {"verdict": "cannot tell" if doubt else "ok", "cause": doubt, "layers": None if doubt else best.config.layout.flag,
-            "rope_theta": None if doubt else best.config.rope.theta, "tokens": sum(int(mask.sum()) for _, mask in rows), "table": table,
-            "better_boundaries": list(found.boundaries) if found and found.is_better else None, "saved": None if doubt else args.save}
+    return {
+        "verdict": "cannot tell" if doubt else "ok",
+        "cause": doubt,
+        "layers": None if doubt else best.config.layout.flag,
+        "rope_theta": None if doubt else best.config.rope.theta,
+        "tokens": sum(int(mask.sum()) for _, mask in rows),
+        "table": table,
+        "better_boundaries": list(found.boundaries) if found and found.is_better else None,
+        "saved": None if doubt else args.save,
+    }
 
 
 def main(argv=None, ranks: Shard = Shard()) -> dict:
@@ -216,16 +262,26 @@ def main(argv=None, ranks: Shard = Shard()) -> dict:
     parser.add_argument("--target", required=True, help="the target's Hugging Face folder, or hub name")
     parser.add_argument("--draft", required=True, help="the head's folder, or hub name")
     parser.add_argument("--layers", help="boundaries to try first, such as 2,15,27")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="questions for the target, as for serve.py --bench (default: some of ours)")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help="questions for the target, as for serve.py --bench (default: some of ours)",
+    )
     parser.add_argument("--limit", type=int, default=PROMPTS, help=f"at most so many of them (default: {PROMPTS})")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="per answer")
     parser.add_argument("--raw", action="store_true", help="no chat template")
-    parser.add_argument("--save", metavar="DIR", help="write the head there with what was found, in this project's format")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="default: as serve.py chooses")
+    parser.add_argument(
+        "--save", metavar="DIR", help="write the head there with what was found, in this project's format"
+    )
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32", "float64"], help="default: as serve.py chooses"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     if args.save and (ranks.size > 1 or Path(args.save).exists()):
-        raise ValueError(f"--save {args.save} writes a new folder, from one process: it is there already, or these are {ranks.size}")
+        raise ValueError(
+            f"--save {args.save} writes a new folder, from one process: it is there already, or these are {ranks.size}"
+        )
     args.device = eagle3.torch_device(args.device)
     args.target, args.draft = map(eagle3.model_folder, (args.target, args.draft))
     return probe(args, ranks)
