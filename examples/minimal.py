@@ -254,8 +254,8 @@ def main(folder, new=96, train_steps=150):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer, L = AutoTokenizer.from_pretrained(folder), model.config.num_hidden_layers
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def main():", "Once upon a", "I am")]
-    how = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    texts = [model.generate(torch.tensor([ids]), **how)[0] for ids in prompts]
+    model.generation_config.eos_token_id = None  # write on behind the end of a text, as decode does
+    texts = [model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0] for ids in prompts]
     head = DraftHead(model.config, (2, L // 2, L - 3), torch.cat(texts).unique())
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(train_steps):
