@@ -154,8 +154,12 @@ class FeatureLayout:
         """The stored names, one tensor each: ('h.0', 'h.3', 'h.31')."""
         return tuple(f"h.{b}" for b in self.boundaries)
 
+    @property
+    def shown(self) -> list[str]:
+        return ["embed" if b == 0 else f"h.{b}" for b in self.boundaries]
+
     def __str__(self) -> str:
-        return "cat([" + ", ".join("embed" if b == 0 else f"h.{b}" for b in self.boundaries) + "])"
+        return f"cat([{', '.join(self.shown)}])"
 
     def pack(self, captures: dict[int, Tensor]) -> Tensor:
         """Captured hidden states {b: [..., C]} -> features [..., A*C]; raises LayoutMismatch if one is not there."""
@@ -170,19 +174,14 @@ class FeatureLayout:
             return
         if (self.hidden_size, self.num_layers) != (other.hidden_size, other.num_layers):
             raise LayoutMismatch(
-                f"feature layouts differ: {ours} is for a target of {self.num_layers} layers and hidden size {self.hidden_size}, "
-                f"{theirs} for one of {other.num_layers} layers and hidden size {other.hidden_size}. "
-                "Use the target that the head was trained for.")
-        name = lambda b: "nothing" if b is None else "embed" if b == 0 else f"h.{b}"
-        size = max(len(self.boundaries), len(other.boundaries))
-        pad = lambda b: b + (None,) * (size - len(b))
-        differences = [f"block {i} is {name(x)} against {name(y)}"
-                       for i, (x, y) in enumerate(zip(pad(self.boundaries), pad(other.boundaries))) if x != y]
+                f"feature layouts differ: {ours} is for a target of {self.num_layers} layers and hidden size {self.hidden_size}, {theirs} for "
+                f"one of {other.num_layers} layers and hidden size {other.hidden_size}. Use the target that the head was trained for.")
+        blocks = enumerate(itertools.zip_longest(self.shown, other.shown, fillvalue="nothing"))
         alike = f" (both are {self.width} wide, so nothing else would notice)" if self.width == other.width else ""
         raise LayoutMismatch(
-            f"feature layouts differ: {ours} is {self}, {theirs} is {other}: {', '.join(differences)}{alike}. "
-            f"Use --layers {self.flag} to match {ours} (or leave --layers out where the layout is carried), "
-            f"or train a head on {other.flag}.")
+            f"feature layouts differ: {ours} is {self}, {theirs} is {other}: "
+            f"{', '.join(f'block {i} is {x} against {y}' for i, (x, y) in blocks if x != y)}{alike}. Use --layers {self.flag} to match {ours} "
+            f"(or leave --layers out where the layout is carried), or train a head on {other.flag}.")
 
     def require_stored(self, names, where: str) -> None:
         """Raise LayoutMismatch unless every boundary that these features need is among the stored names."""
@@ -214,43 +213,39 @@ class RopeConfig:
     attention_factor: float | None = None
     truncate: bool = True
 
-    KINDS = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings"),
-             "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-    MAY_HAVE = {"yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")}
+    KINDS = {"default": ((), ()), "linear": (("factor",), ()),  # the keys that each needs, and may have
+             "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+             "yarn": (("factor", "original_max_position_embeddings"),
+                      ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"))}
 
     @classmethod
     def from_json(cls, config: dict) -> "RopeConfig":
         """Read config.json's rope; raises ValueError for an unknown type or key, or where the two spellings contradict each other."""
-        old, new = config.get("rope_scaling"), config.get("rope_parameters")
-        theta = config.get("rope_theta")
-        if any(spelling.get("partial_rotary_factor", 1.0) != 1.0 for spelling in (config, old or {}, new or {})):
+        spellings = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+        if any(spelling.get("partial_rotary_factor", 1.0) != 1.0 for spelling in (config, *filter(None, spellings))):
             raise ValueError("partial_rotary_factor other than 1.0 is not supported")
-        found = [cls._read(spelling, theta) for spelling in (old, new) if spelling] or [cls._read({}, theta)]
-        if old and new and found[0] != found[1]:
+        found = [cls._read(spelling, config.get("rope_theta")) for spelling in filter(None, spellings)] or [cls._read({}, config.get("rope_theta"))]
+        if found[0] != found[-1]:
             raise ValueError(f"config.json contradicts itself: rope_scaling says {found[0]}, rope_parameters says {found[1]}")
         return found[-1]
 
     @classmethod
     def _read(cls, spelling: dict, theta: float | None) -> "RopeConfig":
-        spelling = dict(spelling)
-        kind = spelling.pop("rope_type", spelling.pop("type", "default"))
-        spelling.pop("type", None)
-        inner = spelling.pop("rope_theta", None)
-        if theta is not None and inner is not None and theta != inner:
+        own = {key: value for key, value in spelling.items() if value is not None and key != "partial_rotary_factor"}
+        kinds, inner = [own.pop(key) for key in ("rope_type", "type") if key in own], own.pop("rope_theta", theta)
+        if theta not in (None, inner):
             raise ValueError(f"config.json contradicts itself: rope_theta is {theta} and {inner}")
-        theta = 10000.0 if theta is None and inner is None else theta if inner is None else inner  # 10000: transformers' default
+        kind = kinds[0] if kinds else "default"
         if kind not in cls.KINDS:
             raise ValueError(f"rope type {kind!r} is not supported (supported: {', '.join(cls.KINDS)})")
-        spelling.pop("partial_rotary_factor", None)
-        spelling = {key: value for key, value in spelling.items() if value is not None or key not in cls.MAY_HAVE.get(kind, ())}
-        if set(spelling) - set(cls.MAY_HAVE.get(kind, ())) != set(cls.KINDS[kind]):
-            raise ValueError(f"rope type {kind!r} takes {list(cls.KINDS[kind])}, may have {list(cls.MAY_HAVE.get(kind, ()))}: config.json has "
-                             f"{sorted(spelling)}")
-        return cls(float(theta), kind, **spelling)
+        needs, may_have = map(list, cls.KINDS[kind])
+        if not set(needs) <= set(own) <= {*needs, *may_have}:
+            raise ValueError(f"rope type {kind!r} takes {needs}, may have {may_have}: config.json has {sorted(own)}")
+        return cls(float(10000.0 if inner is None else inner), kind, **own)  # 10000: transformers' default
 
     def to_json(self) -> dict:
         """Both spellings, for every reader."""
-        own = {key: getattr(self, key) for key in self.KINDS[self.kind] + self.MAY_HAVE.get(self.kind, ()) if getattr(self, key) is not None}
+        own = {key: getattr(self, key) for keys in self.KINDS[self.kind] for key in keys if getattr(self, key) is not None}
         return {"rope_theta": self.theta, "rope_scaling": None if self.kind == "default" else {"rope_type": self.kind, **own},
                 "rope_parameters": {"rope_type": self.kind, "rope_theta": self.theta, **own}}
 
@@ -599,60 +594,34 @@ class Split(NamedTuple):
         return slice(self.part.start // each, self.part.stop // each)
 
 
-TRAFFIC: Counter = Counter()  # what this rank took part in: collectives by name, and their "bytes" (of what this rank gives)
-
-
-def _count(name: str, x: Tensor) -> None:
-    TRAFFIC.update({name: 1, "bytes": x.numel() * x.element_size()})
-
-
-def _all_reduce(x: Tensor) -> Tensor:
-    _count("all_reduce", x)
-    dist.all_reduce(x := x.clone())
-    return x
-
-
-def _all_gather(x: Tensor, size: int) -> Tensor:
-    _count("all_gather", x)
-    parts = x.new_empty(size, *x.shape)
-    dist.all_gather(list(parts), x.contiguous())
-    return parts.movedim(0, -2).flatten(-2)
-
-
-# Operators of our own are one opaque node each for the compiler, on every backend.
-operators = torch.library.Library("eagle3", "DEF")
-for signature, run, shape in (
-        ("all_reduce(Tensor x) -> Tensor", _all_reduce, torch.empty_like),
-        ("all_gather(Tensor x, int size) -> Tensor", _all_gather, lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))):
-    operators.define(signature)
-    operators.impl(signature.partition("(")[0], run, "CompositeExplicitAutograd")
-    operators.impl(signature.partition("(")[0], shape, "Meta")
-
-
 def all_reduce(x: Tensor, shard: Shard) -> Tensor:
     """The sum over ranks, on each of them."""
-    return x if shard.size == 1 else torch.ops.eagle3.all_reduce(x)
+    if shard.size > 1:
+        dist.all_reduce(x := x.clone())
+    return x
 
 
 def all_gather(x: Tensor, shard: Shard) -> Tensor:
     """[..., n] of each rank -> [..., size * n], in the order of ranks, on each of them."""
-    return x if shard.size == 1 else torch.ops.eagle3.all_gather(x, shard.size)
+    if shard.size == 1:
+        return x
+    parts = x.new_empty(shard.size, *x.shape)
+    dist.all_gather(list(parts.unbind()), x.contiguous())
+    return parts.movedim(0, -2).flatten(-2)
 
 
 def broadcast(x: Tensor, shard: Shard) -> Tensor:
     """Rank 0's x, on each of them: whatever a later forward depends on goes through here, so that ranks cannot part."""
     if shard.size > 1:
-        _count("broadcast", x)
         dist.broadcast(x := x.contiguous(), 0)
     return x
 
 
 def share(news, shard: Shard):
     """Rank 0's plain Python object, on each rank."""
-    if shard.size == 1:
-        return news
     found = [news]
-    dist.broadcast_object_list(found, 0, device=torch.device("cpu"))
+    if shard.size > 1:
+        dist.broadcast_object_list(found, 0, device=torch.device("cpu"))
     return found[0]
 
 
@@ -720,6 +689,7 @@ def packed_linear(x: Tensor, handle: int, size: int, bias: Tensor | None) -> Ten
     return run_packed(x, PACKED[handle], bias, "none", [], "")
 
 
+operators = torch.library.Library("eagle3", "DEF")  # one opaque node for the compiler
 operators.define("packed_linear(Tensor x, int handle, int size, Tensor? bias) -> Tensor")
 operators.impl("packed_linear", packed_linear, "CPU")
 operators.impl("packed_linear", lambda x, handle, size, bias: x.new_empty(*x.shape[:-1], size), "Meta")
@@ -973,14 +943,6 @@ class MLP(nn.Module):
         return all_reduce(self.partial(x), self.down_proj.shard)
 
 
-class Weight(nn.Module):
-    """A weight that is used otherwise than a Linear's."""
-
-    def __init__(self, *shape: int, split: Split | None = None):
-        super().__init__()
-        self.weight, self.split = nn.Parameter(torch.empty(shape)), split
-
-
 class LatentAttention(nn.Module):
     """Multi-head latent attention, absorbed: all heads attend to one latent [c, rope] per token, which is all that is cached. What would
     turn c into a head's keys is applied to its queries instead, what would turn it into values to its result. Names are Hugging Face's."""
@@ -998,8 +960,9 @@ class LatentAttention(nn.Module):
             self.q_proj = ColumnParallelLinear(C, H * query, False, shard, query)
         self.kv_a_proj_with_mqa, self.kv_a_layernorm = Linear(C, latent.kv_lora_rank + latent.qk_rope_head_dim, bias), norm(latent.kv_lora_rank)
         each = latent.qk_nope_head_dim + latent.v_head_dim
-        heads = slice((part := shard.part(H)).start * each, part.stop * each)
-        self.kv_b_proj = Weight(heads.stop - heads.start, latent.kv_lora_rank, split=Split(0, heads, H * each))
+        heads = shard.part(H)
+        self.kv_b_proj = nn.Linear(latent.kv_lora_rank, shard.count(H) * each, bias=False)  # not packed: only its weight is used
+        self.kv_b_proj.split = Split(0, slice(heads.start * each, heads.stop * each), H * each)
         self.o_proj = RowParallelLinear(H * latent.v_head_dim, C, bias, shard)
         self.scale = query ** -0.5 * config.rope.mscale_of(config.rope.mscale_all_dim or 0.0) ** 2
 
@@ -1079,7 +1042,7 @@ class MixtureOfExperts(nn.Module):
         experts = config.experts
         self.config, self.shard = experts, shard
         E, C, I, is_packed = experts.num_experts, config.hidden_size, experts.intermediate_size, config.quantization == "int4"
-        self.gate = Weight(E, C)
+        self.gate = nn.Linear(C, E, bias=False)
         if experts.scoring == "sigmoid":
             self.gate.register_buffer("e_score_correction_bias", torch.zeros(E))
         self.experts = nn.ModuleDict({name: ExpertLinear(E, *sizes, split_dim, shard, is_packed) for name, sizes, split_dim in (
