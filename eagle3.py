@@ -68,7 +68,6 @@ import sys
 import time
 import traceback
 import warnings
-from array import array
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -80,6 +79,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed as dist, nn
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 __all__ = """FeatureLayout LayoutMismatch TargetConfig Target load_target capture_hidden_states DraftConfig DraftHead load_draft save_draft
 ttt_loss SpecConfig Sampling DraftTree grow_tree accept Engine generate speculative_generate""".split()
@@ -2603,27 +2603,21 @@ def load_strictly(module: nn.Module, folder: TensorFolder, stored_names: dict[st
             f"{what} {short(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names))
     own, loaded, parameters = module.state_dict(), {}, dict(module.named_parameters())
     for name, stored in stored_names.items():
-        split, shape = getattr(module.get_submodule(name.rpartition(".")[0]), "split", None), list(own[name].shape)
-        each = [stored] if isinstance(stored, str) else stored
-        shape = shape if isinstance(stored, str) else shape[1:]
+        is_stacked, is_packed = isinstance(stored, list), own[name].dtype == torch.uint8  # int32 words of eight values, held as bytes of two
+        split, shape = getattr(module.get_submodule(name.rpartition(".")[0]), "split", None), list(own[name].shape)[is_stacked:]
         split = split if split and split.dim < len(shape) else None  # a row-parallel bias is not split
         if split:
             shape[split.dim] = shape[split.dim] * split.whole // (split.part.stop - split.part.start)
-        is_packed = own[name].dtype == torch.uint8  # int32 words of eight 4-bit values, held as bytes of two
         shape = [*shape[:-1], shape[-1] // 4] if is_packed else shape
-        for index, one in enumerate(each):
+        tensors = []
+        for one in stored if is_stacked else [stored]:
             if folder.shape(one) != shape:
                 raise ValueError(f"{folder.folder}: {one} is {folder.shape(one)}, the config says {shape}")
             tensor = folder.tensor(one, split)
             tensor = tensor.view(torch.uint8) if is_packed else tensor
             kept = tensor.dtype if tensor.is_floating_point() else own[name].dtype
-            tensor = tensor.to(device, dtype if name in parameters else kept)
-            if isinstance(stored, str):
-                loaded[name] = tensor
-                continue
-            if index == 0:
-                loaded[name] = tensor.new_empty(own[name].shape)
-            loaded[name][index] = tensor
+            tensors.append(tensor.to(device, dtype if name in parameters else kept))
+        loaded[name] = torch.stack(tensors) if is_stacked else tensors[0]
     for name, layer in module.named_modules():
         if isinstance(layer, RowParallelLinear) and layer.bias is not None and layer.shard.rank > 0:
             loaded[f"{name}.bias"].zero_()
@@ -2651,28 +2645,21 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def choose_dtype(stored: str, device: str, job: str, shard: Shard = Shard()) -> str:
-    """The dtype to compute in: as stored, but float32 for a bfloat16 that is clearly slower in what the job does on this CPU. What the flags of
-    a CPU promise says little about that (bf16 products may be emulated, or as fast as fp32's but from memory half the bytes), so it is
-    measured, for some 50 ms. job: "decoding" (one row, times more weights than the caches hold) or "training" (large products, as prompts
-    have them, too). All ranks get rank 0's choice. Prints what it found."""
+    """The dtype to compute in: as stored, but float32 for a bfloat16 that is clearly slower in what the job does on this CPU, which its flags
+    don't tell (bf16 products may be emulated, or as fast as fp32's but from memory half the bytes): measured, for some 50 ms. job: "decoding"
+    (one row, times more weights than the caches hold) or "training" (large products). All ranks get rank 0's choice. Prints what it found."""
     if stored != "bfloat16" or not device.startswith("cpu"):
         return stored
-    if job == "decoding":
-        size, rows = 2048, 1
-        memory = torch.full((16 * size * size,), 0x3c00, dtype=torch.int16)  # the same bytes are small weights of either dtype
-    else:
-        size, rows = 1024, 256
-        memory = torch.full((2 * size * size,), 0x3c00, dtype=torch.int16)
-    seconds: dict[str, list[float]] = {"bfloat16": [], "float32": []}
-    for turn in range(4):  # the first warms up
-        for name, times in seconds.items():
-            weights = memory.view(torch_dtype(name)).view(-1, size, size)
-            x = torch.ones(rows, size, dtype=weights.dtype)
-            begun = time.perf_counter()
-            for weight in weights:
-                F.linear(x, weight)
-            times.append((time.perf_counter() - begun) / len(weights))
-    ms = {name: 1000 * min(times[1:]) for name, times in seconds.items()}
+    size, rows, count = (2048, 1, 16) if job == "decoding" else (1024, 256, 2)
+    weights = {"bfloat16": torch.ones(count, size, size, dtype=torch.bfloat16), "float32": torch.ones(count // 2, size, size)}  # as many bytes
+    found = {name: [] for name in weights}
+    for _ in range(4):  # the first warms up
+        for name, matrices in weights.items():
+            x, begun = torch.ones(rows, size, dtype=matrices.dtype), time.perf_counter()
+            for matrix in matrices:
+                F.linear(x, matrix)
+            found[name].append(1000 * (time.perf_counter() - begun) / len(matrices))
+    ms = {name: min(times[1:]) for name, times in found.items()}
     chosen, ms = share(("float32" if ms["bfloat16"] > 1.1 * ms["float32"] else "bfloat16", ms), shard)
     print(f"{chosen} (measured: a product of {rows} x {size} by {size} x {size} takes {ms['bfloat16']:.2f} ms in bfloat16, "
           f"{ms['float32']:.2f} in float32; --dtype overrides)")
@@ -2727,18 +2714,19 @@ def checkpoint_names(target: Target) -> dict[str, str | list[str]]:
             name if name.startswith("lm_head.") else f"model.{name}" for name in target.state_dict()}
 
 
-def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shard: Shard = Shard()) -> Target:
+def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shard: Shard = Shard(), with_layers: bool = True) -> Target:
     """A Hugging Face folder -> Target, or a rank's part of it, in dtype (default: as stored), without gradients. Raises ValueError /
     FileNotFoundError by name."""
-    config = read_target_config(folder)
-    tensors = TensorFolder(folder)
+    config, tensors = read_target_config(folder), TensorFolder(folder)
     with torch.device("meta"):
-        target = Target(config, shard)
+        target = Target(config if with_layers else replace(config, num_layers=0), shard)
+    target.config = config
     for name, layer in target.named_modules():
         if isinstance(layer, ExpertLinear):  # what is stored decides, whatever the config says
             layer.set_packed(f"{expert_names(name, 1)[0]}.weight_packed" in tensors.files)
     names = checkpoint_names(target)
-    ignore = [r"rotary_emb\.inv_freq$", rf"^model\.layers\.{config.num_layers}\."]  # behind the last layer: multi-token prediction, unused
+    unused = config.num_layers if with_layers else r"\d+"  # behind the last layer stands multi-token prediction
+    ignore = [r"rotary_emb\.inv_freq$", rf"^model\.layers\.{unused}\."]
     if config.tie_word_embeddings:
         names.pop("lm_head.weight")
         ignore.append(r"^lm_head\.weight$")  # some writers store the tied copy
@@ -2747,6 +2735,12 @@ def load_target(folder: str | Path, dtype: str | None = None, device="cpu", shar
         target.lm_head.weight = target.embed_tokens.weight
     target.fingerprint = target_fingerprint(tensors, config)
     return target.to(device).eval()
+
+
+def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu") -> TargetEnds:
+    """Only the target's embedding, final norm and lm_head, for training on stored features: a few per cent of its weights."""
+    target = load_target(folder, dtype, device, with_layers=False)
+    return TargetEnds(target.config, target.embed_tokens, target.norm, target.lm_head, target.fingerprint)
 
 
 def save_target(target: Target, folder: str | Path) -> None:
@@ -2833,23 +2827,23 @@ def read_draft_ids(tensors: TensorFolder, names: dict[str, str], size: int, voca
     """The target ids [Vd] that a head can draft: from d2t, which holds offsets, checked against the mask t2d where that is there. Raises
     ValueError where they are not sound, and where there is no t2d and d2t looks like absolute ids, or as if nobody had filled it in."""
     d2t, t2d = (tensors.tensor(names[name]).cpu() if name in names else None for name in ("d2t", "t2d"))
+    rule = f"{tensors.folder}: d2t must hold {size} offsets (target id = i + d2t[i], strictly ascending, offsets within 0..{vocab_size - size})"
     if d2t is None and size < vocab_size:
-        raise ValueError(f"{tensors.folder}: missing d2t: nothing else says which {size} of {vocab_size} tokens the head drafts")
+        raise ValueError(f"{rule}: missing d2t, and nothing else says which {size} of {vocab_size} tokens the head drafts")
     d2t = torch.zeros(size, dtype=torch.int64) if d2t is None else d2t.long()
     if d2t.shape != (size,) or t2d is not None and t2d.shape != (vocab_size,):
-        raise ValueError(f"{tensors.folder}: d2t must be [{size}] and t2d [{vocab_size}]: "
-                         f"got {[list(x.shape) for x in (d2t, t2d) if x is not None]}")
-    ids, steps, masked = torch.arange(size) + d2t, d2t.diff(), None if t2d is None else t2d.nonzero().flatten()
-    rule = f"{tensors.folder}: d2t must hold offsets (target id = i + d2t[i], strictly ascending, offsets within 0..{vocab_size - size})"
+        raise ValueError(f"{rule}, and t2d {vocab_size} flags: got {[list(x.shape) for x in (d2t, t2d) if x is not None]}")
+    steps, masked = d2t.diff(), None if t2d is None else t2d.nonzero().flatten()
+    is_ascending = bool((steps > 0).all())
     if not bool((steps >= 0).all()) or d2t[0] < 0 or d2t[-1] > vocab_size - size or masked is not None and torch.equal(masked, d2t):
-        absolute = bool((steps > 0).all()) and d2t[0] >= 0 and d2t[-1] < vocab_size
-        raise ValueError(f"{rule}: it " + ("holds absolute ids; write d2t[i] - i" if absolute else "does not"))
-    if masked is not None and not torch.equal(masked, ids):
+        raise ValueError(f"{rule}: it " + ("holds absolute ids; write d2t[i] - i" if is_ascending and 0 <= d2t[0] and d2t[-1] < vocab_size
+                                           else "does not"))
+    if masked is not None and not torch.equal(masked, torch.arange(size) + d2t):
         raise ValueError(f"{tensors.folder}: d2t and t2d contradict each other: t2d's true positions must be i + d2t[i]")
-    if masked is None and size < vocab_size and (not d2t.any() or bool((steps > 0).all())):
+    if masked is None and size < vocab_size and (is_ascending or not d2t.any()):
         raise ValueError(f"{rule}: it is all zeros, or never has two equal neighbours, so it probably holds no map, or absolute ids; "
                          "if it is right, store t2d (the mask over the target's vocabulary), too")
-    return ids
+    return torch.arange(size) + d2t
 
 
 def layout_readings(config: dict, target: TargetConfig) -> dict[str, list[tuple[int, ...]]]:
@@ -2874,28 +2868,25 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, targ
     """The layout that a head carries, our feature_layout or else what its layer ids mean, or if it carries none the stated one; compared
     with every other place that states one. Raises LayoutMismatch where they differ, or where it takes --layers to tell."""
     own = [FeatureLayout.from_dict(x) for x in (config.get("feature_layout"), json.loads(metadata.get("feature_layout", "null"))) if x]
+    ours, readings = f"the draft head's ({where})", {} if own else layout_readings(config, target)
+    possible = list(dict.fromkeys(b for found in readings.values() for b in found))
+    agreed = [b for b in possible if all(b in found for found in readings.values())]
+    layouts = own[:1] or [FeatureLayout(b, target.hidden_size, target.num_layers) for b in agreed or possible]
     if own:
-        layout = own[0]
-        layout.require(own[-1], f"{where}/config.json's", "its weight file's")
+        own[0].require(own[-1], f"{where}/config.json's", "its weight file's")
         if "eagle_aux_hidden_state_layer_ids" in config:
-            layout.require(replace(layout, boundaries=tuple(config["eagle_aux_hidden_state_layer_ids"])), f"the draft head's ({where})",
+            own[0].require(replace(own[0], boundaries=tuple(config["eagle_aux_hidden_state_layer_ids"])), ours,
                            "its own eagle_aux_hidden_state_layer_ids")
-    else:
-        readings = layout_readings(config, target)
-        possible = list(dict.fromkeys(b for found in readings.values() for b in found))
-        agreed = [b for b in possible if all(b in found for found in readings.values())]
-        layouts = [FeatureLayout(b, target.hidden_size, target.num_layers) for b in agreed or possible]
-        if len(agreed) != 1 and (stated is None or layouts and stated not in layouts):
-            text = lambda found: " or ".join(",".join(map(str, b)) for b in found) or "nothing here"
-            says = "; ".join(f"{key} can mean {text(found)}" for key, found in readings.items()) or "it lists no layer ids"
-            usual = layouts or [FeatureLayout.default(target.hidden_size, target.num_layers)]
-            raise LayoutMismatch(
-                f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them "
-                "with --layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
-                f"{', or '.join(layout.flag for layout in usual)}; or let examples/probe.py find out")
-        layout = layouts[0] if len(agreed) == 1 else stated
-    if stated is not None:
-        layout.require(stated, f"the draft head's ({where})", "the one stated with --layers")
+    elif len(agreed) != 1 and (stated is None or layouts and stated not in layouts):
+        text = lambda found: " or ".join(",".join(map(str, b)) for b in found) or "nothing here"
+        says = "; ".join(f"{key} can mean {text(found)}" for key, found in readings.items()) or "it lists no layer ids"
+        raise LayoutMismatch(
+            f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them with "
+            "--layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
+            f"{', or '.join(x.flag for x in layouts or [FeatureLayout.default(target.hidden_size, target.num_layers)])}; or let "
+            "examples/probe.py find out")
+    layout = layouts[0] if own or len(agreed) == 1 else stated
+    layout.require(stated or layout, ours, "the one stated with --layers")
     return layout
 
 
@@ -3106,27 +3097,35 @@ class TextStream:
 
 @dataclass
 class Row:
-    tokens: list[int] | array        # read_rows keeps 4 bytes a token, and 1 of the mask: there may be a billion
-    loss_mask: list[bool] | bytes
-    name: str  # file:line
+    """Takes lists as well as tensors: a token takes 4 bytes, and its mask 1, since there may be a billion."""
+    tokens: Tensor     # [T] int32
+    loss_mask: Tensor  # [T] bool
+    name: str          # file:line
+    hidden: dict[str, Tensor] = field(default_factory=dict)  # stored features: "h.2" -> [T,C], unshifted
+    skipped: str | None = None                               # why those were not stored
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """tokens [T] int64, loss_mask [T] bool."""
-        return torch.tensor(list(self.tokens)), torch.tensor(list(self.loss_mask), dtype=torch.bool)
+    def __post_init__(self):
+        self.tokens = torch.as_tensor(self.tokens, dtype=torch.int32)
+        self.loss_mask = torch.as_tensor(self.loss_mask, dtype=torch.bool)
 
 
-def chat_messages(record: dict) -> list[dict]:
-    """OpenAI messages or ShareGPT conversations -> messages."""
-    roles = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}  # ShareGPT's
+
+
+def record_messages(record: dict) -> list[dict] | None:
+    """OpenAI messages, ShareGPT conversations, MT-bench turns (all asked by the user) or a prompt -> messages; None: none of these."""
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
             raise ValueError("messages must be a list of objects with role and content")
         return messages
-    unknown = {turn["from"] for turn in record["conversations"]} - set(roles)
-    if unknown:
-        raise ValueError(f"unknown speaker {sorted(unknown)[0]!r}")
-    return [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+    if "conversations" in record:
+        unknown = {turn["from"] for turn in record["conversations"]} - set(ROLES)
+        if unknown:
+            raise ValueError(f"unknown speaker {sorted(unknown)[0]!r}")
+        return [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+    asked = record["turns"] if "turns" in record else [record["prompt"]] if "prompt" in record else None
+    return asked and [{"role": "user", "content": text} for text in asked]
 
 
 def render_chat(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
@@ -3167,7 +3166,7 @@ def encode_record(record: dict, tokenizer) -> tuple[list[int], list[bool]]:
             raise ValueError("loss_mask must be a list of 0 and 1 as long as input_ids")
         return tokens, [bool(m) for m in mask]
     if "messages" in record or "conversations" in record:
-        return render_chat(chat_messages(record), tokenizer)
+        return render_chat(record_messages(record), tokenizer)
     if "prompt" in record and "completion" in record:
         prompt, completion = tokenizer.encode(record["prompt"], add_special_tokens=True), tokenizer.encode(record["completion"])
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
@@ -3204,7 +3203,7 @@ def needs_tokenizer(record: dict) -> bool:
     return "input_ids" not in record and not record.keys().isdisjoint(("messages", "conversations", "turns", "prompt", "text"))
 
 
-def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int, progress=lambda x: x,
+def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
               limit: int | None = None) -> tuple[list[Row], Counter, dict[str, str]]:
     """All usable rows of JSONL files, in order; how many were skipped or cut and why; and the first name for each reason.
 
@@ -3212,7 +3211,7 @@ def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
     """
     rows, report, first = [], Counter(), {}
     for path in paths:
-        for name, record in progress(read_records(path)):
+        for name, record in tqdm(read_records(path), desc="rows", unit="row", leave=False):
             if limit is not None and len(rows) == limit:
                 break
             loaded = tokenizer() if record and needs_tokenizer(record) else None
@@ -3223,11 +3222,10 @@ def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
                 if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
                     raise ValueError(f"token ids beyond the target's vocabulary of {vocab_size}")
                 reason = "cut at --max-length" if len(tokens) > max_length else None
-                tokens, mask = tokens[:max_length], mask[:max_length]
-                spans = assistant_spans(torch.tensor([tokens]), torch.tensor([mask], dtype=torch.bool), eos_token_ids) if tokens else None
-                if spans is None or not trained_slots(spans, 0).any():
+                row = Row(tokens[:max_length], mask[:max_length], name)
+                if not trained_slots(assistant_spans(row.tokens[None], row.loss_mask[None], eos_token_ids), 0).any():
                     raise ValueError("nothing supervised" + (" before --max-length" if reason else ""))
-                rows.append(Row(array("i", tokens), bytes(mask), name))
+                rows.append(row)
             except MALFORMED as error:
                 reason = why_skipped(error)
             if reason:
@@ -3240,8 +3238,7 @@ def token_counts(rows: list[Row], vocab_size: int) -> Tensor:
     """How often each token id is supervised: [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for row in rows:
-        tokens, loss_mask = row.tensors()
-        counts += torch.bincount(tokens[loss_mask], minlength=vocab_size)
+        counts += torch.bincount(row.tokens[row.loss_mask], minlength=vocab_size)
     return counts
 
 
@@ -3261,24 +3258,21 @@ def epoch_batches(lengths: list[int], batch_size: int, seed: int, epoch: int) ->
 
 
 def collate(rows: list[Row], device="cpu") -> tuple[Tensor, Tensor]:
-    """Rows -> (tokens [B,T], loss_mask [B,T]), right-padded with 0 and False."""
-    T = max(len(row.tokens) for row in rows)
-    tokens, loss_masks = zip(*(row.tensors() for row in rows))
-    return tuple(torch.stack([F.pad(x, (0, T - len(x))) for x in column]).to(device) for column in (tokens, loss_masks))
+    """Rows -> (tokens [B,T] int64, loss_mask [B,T]), right-padded with 0 and False."""
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return pad([row.tokens.long() for row in rows]).to(device), pad([row.loss_mask for row in rows]).to(device)
 
 
 def encode_prompt(record: dict, tokenizer, raw: bool = False) -> list[int]:
     """A prompt to serve, from a record with MT-bench `turns` (the first), `messages`, `prompt` or `input_ids`; raw: no chat template."""
     if "input_ids" in record:
         return record_ids(record)
-    if "messages" in record:
-        messages = chat_messages(record)
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-    elif "turns" in record or "prompt" in record:
-        messages = [{"role": "user", "content": record["turns"][0] if "turns" in record else record["prompt"]}]
-    else:
+    messages = record_messages(record)
+    if not messages:
         raise ValueError("a prompt needs turns, messages, prompt or input_ids")
+    messages = messages[:1] if "turns" in record and "messages" not in record else messages
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
     if raw or not tokenizer.has_chat_template:
         return tokenizer.encode("\n".join(message["content"] for message in messages), add_special_tokens=True)
     return tokenizer.encode(tokenizer.chat(messages, True))
@@ -3300,11 +3294,8 @@ class Conversation:
             if not self.turns[0]:
                 raise ValueError("nothing comes before the first answer")
             return
-        if "messages" in record or "conversations" in record:
-            messages = chat_messages(record)
-        elif "turns" in record or "prompt" in record:
-            messages = [{"role": "user", "content": text} for text in record.get("turns", [record.get("prompt")])]
-        else:
+        messages = record_messages(record)
+        if messages is None:
             raise ValueError("no messages, conversations, turns, prompt or input_ids")
         for is_answer, group in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
             if not is_answer:
@@ -3370,14 +3361,7 @@ def finished_conversations(path: Path, made: str) -> set[int]:
 # 16. Stored features
 # Hidden states on disk, for training without the target: one file a row, one tensor a boundary, by name; the layout and the target stand in
 # the manifest and in every file. A row that exists is whole, so an interrupted extraction goes on with what is missing, and several
-# processes share the rows without talking. Needs: 1, 4, 5, 13, 15.
-
-
-class StoredRow(NamedTuple):
-    tokens: Tensor               # [T] int64
-    loss_mask: Tensor            # [T] bool
-    hidden: dict[str, Tensor]    # "h.2" -> [T,C], unshifted; nothing for a row that was skipped
-    skipped: str | None = None   # why
+# processes share the rows without talking. Needs: 1, 5, 13, 15.
 
 
 def held_out_count(num_rows: int) -> int:
@@ -3390,7 +3374,7 @@ def held_out_count(num_rows: int) -> int:
 def rows_hash(rows: list[Row]) -> str:
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(array("l", row.tokens).tobytes() + bytes(row.loss_mask))
+        digest.update(row.tokens.long().numpy().tobytes() + row.loss_mask.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -3449,19 +3433,19 @@ class FeatureFolder:
         start = index // self.group * self.group
         return self.folder / f"rows_{start}-{start + self.group}" / f"data_{index}.safetensors"
 
-    def write(self, index: int, tokens: Tensor, loss_mask: Tensor, hidden: dict[str, Tensor]) -> str | None:
-        """Store one row: tokens, loss_mask [T], hidden {"h.2": [T,C], ...}. A row with a value that is not finite is stored without its
-        hidden states; returns why."""
+    def write(self, index: int, row: Row, hidden: dict[str, Tensor]) -> str | None:
+        """Store one row, with hidden {"h.2": [T,C], ...}. A row with a value that is not finite is stored without its hidden states; returns
+        why."""
         bad = [name for name, x in hidden.items() if not x.isfinite().all()]
         skipped = f"{bad[0]} is not finite" if bad else None
         metadata = {"feature_layout": json.dumps(self.layout.to_dict()), "weights": self.fingerprint["weights"], "row": str(index),
                     **({"skipped": skipped} if skipped else {})}
         path = self.path(index)
         path.parent.mkdir(exist_ok=True)
-        write_tensors(path, {"input_ids": tokens.int(), "loss_mask": loss_mask, **({} if skipped else hidden)}, metadata)
+        write_tensors(path, {"input_ids": row.tokens, "loss_mask": row.loss_mask, **({} if skipped else hidden)}, metadata)
         return skipped
 
-    def read(self, index: int, names: tuple[str, ...] | None = None) -> StoredRow:
+    def read(self, index: int, names: tuple[str, ...] | None = None) -> Row:
         """A row with these tensors (default: all). Raises ValueError naming the file if it is torn, foreign, misshapen or not finite."""
         path = self.path(index)
         if not path.is_file():
@@ -3472,9 +3456,9 @@ class FeatureFolder:
             raise ValueError(f"{path} does not belong here: it is row {metadata.get('row')} of a target {metadata.get('weights')}, the manifest "
                              f"says {self.fingerprint['weights']}")
         self.layout.require(FeatureLayout.from_dict(json.loads(metadata["feature_layout"])), f"the manifest in {self.folder}", str(path))
-        tokens, loss_mask = file.get_tensor("input_ids").long(), file.get_tensor("loss_mask")
+        tokens, loss_mask = file.get_tensor("input_ids"), file.get_tensor("loss_mask")
         if "skipped" in metadata:
-            return StoredRow(tokens, loss_mask, {}, metadata["skipped"])
+            return Row(tokens, loss_mask, path.name, {}, metadata["skipped"])
         absent = set(names or self.names) - stored
         if absent:
             raise LayoutMismatch(f"{path} does not hold {', '.join(sorted(absent))}; it holds {', '.join(sorted(stored))}")
@@ -3485,7 +3469,7 @@ class FeatureFolder:
                 raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {[len(tokens), width]}")
             if not tensor.isfinite().all():
                 raise ValueError(f"{path}: {name} is not finite")
-        return StoredRow(tokens, loss_mask, hidden)
+        return Row(tokens, loss_mask, path.name, hidden)
 
     def missing(self) -> list[int]:
         """Rows that are not there yet."""
@@ -3495,19 +3479,6 @@ class FeatureFolder:
     def row_bytes(self, num_tokens: int) -> int:
         """Disk that so many tokens take."""
         return num_tokens * (len(self.names) * self.layout.hidden_size * torch_dtype(self.dtype).itemsize + 5)
-
-
-def load_target_ends(folder: str | Path, dtype: str | None = None, device="cpu") -> TargetEnds:
-    """Only the target's embedding, final norm and lm_head, for training on stored features: a few per cent of its weights."""
-    config, tensors = read_target_config(folder), TensorFolder(folder)
-    wanted = torch_dtype(dtype or config.dtype)
-    with torch.device("meta"):
-        whole = nn.ModuleDict({"embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size), "norm": RMSNorm(config.hidden_size,
-                              config.rms_norm_eps), "lm_head": Linear(config.hidden_size, config.vocab_size, bias=False)})
-    names = {"embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
-             "lm_head.weight": "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"}
-    load_strictly(whole, tensors, names, wanted, device, ignore=["."])  # all else
-    return TargetEnds(config, whole["embed_tokens"], whole["norm"], whole["lm_head"], target_fingerprint(tensors, config))
 
 
 # -----------------------------------------------------------------------------

@@ -350,18 +350,17 @@ def check_rows(path: str, args, config: eagle3.TargetConfig) -> list[eagle3.Row]
 
 
 @torch.no_grad()
-def as_served(target: eagle3.Target, layout: FeatureLayout, rows: list[eagle3.Row]) -> tuple[list[tuple], list[dict]]:
-    """Each row's (tokens, loss_mask), and the hidden states that serving computes for it, the teacher included."""
-    tensors = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in rows]
-    boundaries = (*layout.boundaries, layout.num_layers)
-    return tensors, [{b: x[0] for b, x in target(tokens[None], boundaries=boundaries).captures.items()} for tokens, _ in tensors]
+def as_served(target: eagle3.Target, layout: FeatureLayout, rows: list[eagle3.Row]) -> list[dict]:
+    """Each row's hidden states as serving computes them, the teacher included: [1,T,C]."""
+    boundaries, device = (*layout.boundaries, layout.num_layers), target.norm.weight.device
+    return [target(eagle3.collate([row], device)[0], boundaries=boundaries).captures for row in rows]
 
 
 @torch.no_grad()
-def teacher_forced(head: eagle3.DraftHead, tokens, loss_mask, captures: dict) -> list[float]:
+def teacher_forced(head: eagle3.DraftHead, rows: list[eagle3.Row], captures: list[dict]) -> list[float]:
     """Accuracy by step on these rows."""
-    batches = (eagle3.prepare_ttt(head, row[None], mask[None], {b: x[None] for b, x in hidden.items()}, CHECK_STEPS)
-               for row, mask, hidden in zip(tokens, loss_mask, captures))
+    batches = (eagle3.prepare_ttt(head, *eagle3.collate([row], head.norm.weight.device), hidden, CHECK_STEPS)
+               for row, hidden in zip(rows, captures))
     stats = sum((eagle3.ttt_loss(head, batch)[1] for batch in batches), eagle3.TTTStats.zeros(CHECK_STEPS))
     return [round(a, 3) for a in stats.accuracy]
 
@@ -369,7 +368,7 @@ def teacher_forced(head: eagle3.DraftHead, tokens, loss_mask, captures: dict) ->
 def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
     """What serving gets when it continues from the rows' answers, and what a round costs there."""
     room = target.config.max_position_embeddings - CHECK_NEW_TOKENS
-    prompts = [list(row.tokens[:row.loss_mask.index(True) + 1][:room]) for row in rows]
+    prompts = [row.tokens[:row.loss_mask.tolist().index(True) + 1][:room].tolist() for row in rows]
     longest, stats = max(map(len, prompts)) + CHECK_NEW_TOKENS, SpecStats()
     engines = [Engine(target, max_length=longest), Engine(target, head, spec, max_length=longest)]
     for prompt in prompts:
@@ -411,8 +410,8 @@ def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, b
     return target, head, bool(own) and own["weights"] != target.fingerprint["weights"]
 
 
-def read_stored(folder: eagle3.FeatureFolder, target: eagle3.Target, layout: FeatureLayout) -> list[eagle3.StoredRow]:
-    """The folder's first rows that have something supervised."""
+def read_stored(folder: eagle3.FeatureFolder, target: eagle3.Target, layout: FeatureLayout) -> list[eagle3.Row]:
+    """The beginnings of the folder's first rows that have something supervised."""
     same_tokenizer(folder.fingerprint, target, "the features were made")
     layout.require_stored(folder.names, str(folder.folder))
     indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
@@ -420,10 +419,11 @@ def read_stored(folder: eagle3.FeatureFolder, target: eagle3.Target, layout: Fea
     stored = [row for row in stored if not row.skipped and row.loss_mask[:CHECK_TOKENS].any()][:CHECK_ROWS]
     if not stored:
         raise ValueError(f"the first {len(indices)} rows in {folder.folder} were all skipped, or have nothing supervised")
-    return stored
+    cut = lambda x: x[:CHECK_TOKENS]
+    return [eagle3.Row(cut(row.tokens), cut(row.loss_mask), row.name, {name: cut(x) for name, x in row.hidden.items()}) for row in stored]
 
 
-def compare_stored(folder: eagle3.FeatureFolder, stored: list[eagle3.StoredRow], target, head, tensors, evidence: dict) -> list[eagle3.BlockMatch]:
+def compare_stored(folder: eagle3.FeatureFolder, stored: list[eagle3.Row], target, head, evidence: dict) -> list[eagle3.BlockMatch]:
     """(b) Stored hidden states against those that serving computes."""
     layout, like = head.config.layout, target.norm.weight
     names = tuple(dict.fromkeys((*layout.names, folder.teacher)))
@@ -431,8 +431,8 @@ def compare_stored(folder: eagle3.FeatureFolder, stored: list[eagle3.StoredRow],
     print("  (b) stored features against those that serving computes: " + "; ".join(map(str, matches)))
     evidence["blocks"] = {m.claimed: [m.best, round(m.similarity, 4), m.runner_up, round(m.runner_up_similarity, 4), m.shift] for m in matches}
     read_as = {**{f"h.{b}": b for b in layout.boundaries}, folder.teacher: "normed" if folder.teacher.endswith("normed") else layout.num_layers}
-    hidden = [{b: row.hidden[name][:CHECK_TOKENS].to(like.device, like.dtype) for name, b in read_as.items()} for row in stored]
-    evidence["accuracy_on_stored"] = teacher_forced(head, *zip(*tensors), hidden)
+    hidden = [{b: row.hidden[name][None].to(like.device, like.dtype) for name, b in read_as.items()} for row in stored]
+    evidence["accuracy_on_stored"] = teacher_forced(head, stored, hidden)
     return matches
 
 
@@ -441,15 +441,12 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
     target, head, other_weights = load_checked(args, ranks)
     folder, matches = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None, []
     if folder:
-        stored = read_stored(folder, target, head.config.layout)
+        rows = read_stored(folder, target, head.config.layout)
         other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
-        rows = [eagle3.Row(row.tokens[:CHECK_TOKENS].tolist(), row.loss_mask[:CHECK_TOKENS].tolist(), "stored") for row in stored]
+        matches = compare_stored(folder, rows, target, head, evidence)
     else:
         rows = check_rows(args.check, args, target.config)
-    tensors, served = as_served(target, head.config.layout, rows)
-    if folder:
-        matches = compare_stored(folder, stored, target, head, tensors, evidence)
-    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, *zip(*tensors), served)
+    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, rows, as_served(target, head.config.layout, rows))
     spec = SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1)
     result = evidence["served"] = serve_rows(target, head, rows, spec)
     print("  (c) accuracy by step on training rows: " + (f"{evidence['accuracy_on_stored']} on stored features, " if folder else "")
@@ -460,8 +457,7 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, target.config)
-        held_tensors, hidden = as_served(target, head.config.layout, held_rows)
-        held = evidence["accuracy_held_out"] = teacher_forced(head, *zip(*held_tensors), hidden)
+        held = evidence["accuracy_held_out"] = teacher_forced(head, held_rows, as_served(target, head.config.layout, held_rows))
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
         print(f"  (d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
     if other_weights and accuracy[0] < WEAK:

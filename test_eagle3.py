@@ -1081,7 +1081,7 @@ def test_the_training_time_test_equals_a_sequential_rollout_with_a_kv_cache_grad
     sums, counted, trained, correct = [0.0] * K, [0] * K, [0] * K, [0] * K
     for b, row in enumerate(rows):
         n, spans = len(row.tokens), batch.spans[b].tolist()
-        tokens = torch.tensor([row.tokens])
+        tokens = row.tokens.long()[None]
         teacher = target.logits(target(tokens).last)[0]
         features = head.config.layout.pack(target(tokens, boundaries=(2, 4, 5)).captures)
         for t in range(n - 2):
@@ -2307,7 +2307,7 @@ def test_every_row_format_is_read_and_what_is_skipped_or_cut_is_counted_with_its
     file.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n")
     rows, report, first = eagle3.read_rows([file], lambda: tokenizer, 50, (), 300)
     assert [row.name for row in rows] == [f"rows.jsonl:{n}" for n in (1, 2, 3, 4, 8)]
-    assert list(rows[1].loss_mask) == [False] * 8 + [True] * 9 and list(rows[3].loss_mask) == [False, False, True, True] and len(rows[4].tokens) == 50
+    assert rows[1].loss_mask.tolist() == [False] * 8 + [True] * 9 and rows[3].loss_mask.tolist() == [False, False, True, True] and len(rows[4].tokens) == 50
     expected = {"cut at --max-length": 1, "skipped: loss_mask must be a list of 0 and 1 as long as input_ids": 2, "skipped: nothing supervised": 1,
                 "skipped: input_ids must be a list of integers": 2, "skipped: messages must be a list of objects with role and content": 2,
                 "skipped: nothing supervised before --max-length": 1, "skipped: no messages, conversations, prompt + completion, text or input_ids": 1,
@@ -2357,7 +2357,7 @@ def stored(tmp_path, target):
     for index, row in enumerate(rows):
         tokens, mask = eagle3.collate([row])
         captures = {f"h.{b}": hidden[0] for b, hidden in target(tokens, boundaries=(0, 3, 5, 8)).captures.items()}
-        assert folder.write(index, tokens[0], mask[0], captures) is None
+        assert folder.write(index, row, captures) is None
     return folder, target, rows
 
 
@@ -2368,7 +2368,7 @@ def test_stored_features_come_back_by_name_and_the_folder_knows_what_is_missing(
     tokens, _ = eagle3.collate([rows[3]])
     captures = target(tokens, boundaries=(0, 3, 5, 8)).captures
     row = again.read(3)
-    assert row.tokens.tolist() == rows[3].tokens and row.loss_mask.tolist() == rows[3].loss_mask
+    assert torch.equal(row.tokens, rows[3].tokens) and torch.equal(row.loss_mask, rows[3].loss_mask)
     assert all(torch.equal(row.hidden[f"h.{b}"], hidden[0]) for b, hidden in captures.items())
     assert list(again.read(3, ("h.3",)).hidden) == ["h.3"]
     again.path(4).unlink()
@@ -2429,9 +2429,9 @@ def test_a_row_that_is_not_finite_is_kept_without_its_hidden_states_and_says_why
     tokens, mask = eagle3.collate([rows[2]])
     captures = {f"h.{b}": hidden[0].clone() for b, hidden in target(tokens, boundaries=(0, 3, 5, 8)).captures.items()}
     captures["h.5"][1, 1] = float("inf")
-    assert folder.write(2, tokens[0], mask[0], captures) == "h.5 is not finite"
+    assert folder.write(2, rows[2], captures) == "h.5 is not finite"
     row = folder.read(2)
-    assert row.hidden == {} and row.skipped == "h.5 is not finite" and row.tokens.tolist() == rows[2].tokens
+    assert row.hidden == {} and row.skipped == "h.5 is not finite" and torch.equal(row.tokens, rows[2].tokens)
 
 
 # -----------------------------------------------------------------------------
@@ -2454,7 +2454,7 @@ def wired(tmp_path_factory):
     target = load_target(folder / "target")
     prompts = random_prompts([5, 9, 13, 7, 6, 11, 8, 10, 12, 5])
     rows = [Row(r.prompt + r.output, [False] * len(r.prompt) + [True] * len(r.output), "row") for r in generate(target, prompts, 30, ())]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row.tokens, "loss_mask": list(map(int, row.loss_mask))}) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row.tokens.tolist(), "loss_mask": list(map(int, row.loss_mask))}) + "\n" for row in rows))
     store_features(folder / "features", FeatureLayout((0, 2, 4, 5, 6), 32, 8), target, rows)
     save_draft(teach(target, rows, (2, 4, 5)), folder / "head")
     return folder
@@ -2466,7 +2466,7 @@ def store_features(folder, layout, target, rows, change=lambda captures: capture
         tokens, mask = eagle3.collate([row])
         captures = {b: x[0] for b, x in target(tokens, boundaries=tuple(range(9))).captures.items()}
         changed = change(captures)
-        stored.write(index, tokens[0], mask[0], {f"h.{b}": changed[b].contiguous() for b in dict.fromkeys((*layout.boundaries, 8))})
+        stored.write(index, row, {f"h.{b}": changed[b].contiguous() for b in dict.fromkeys((*layout.boundaries, 8))})
 
 
 def diagnosis(wired, tmp_path, head="head", on="features", target="target", *more):
@@ -3231,7 +3231,7 @@ def test_the_plan_is_what_the_ranks_then_hold(tmp_path):
 def probed(wired, tmp_path, head, *more):
     """On the prompts of the rows that the wired head was trained on."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"input_ids": row.tokens[:row.loss_mask.index(True)]}) + "\n" for row in wired_rows(wired)))
+    file.write_text("".join(json.dumps({"input_ids": row.tokens[:row.loss_mask.tolist().index(True)].tolist()}) + "\n" for row in wired_rows(wired)))
     return run_example(probe, "--target", wired / "target", "--draft", head, "--prompts", file, "--limit", 10,
                        "--max-new-tokens", 30, "--dtype", "float32", *more)
 
@@ -3259,7 +3259,7 @@ def test_probe_finds_the_rope_base_that_the_official_trainer_used_whatever_its_c
     strip_layout(wired / "head", tmp_path / "theirs")
     edit_json(tmp_path / "theirs" / "config.json", rope_theta=100.0, rope_parameters=..., architectures=["LlamaForCausalLM"])
     target = load_target(wired / "target")
-    head, rows = load_draft(wired / "head", target), [row.tensors() for row in wired_rows(wired)]
+    head, rows = load_draft(wired / "head", target), [tuple(x[0] for x in eagle3.collate([row])) for row in wired_rows(wired)]
     right, wrong = probe.try_configs(head, rows, target, [head.config, replace(head.config, rope=RopeConfig(100.0))])
     assert right.config.rope.theta == 10000 and wrong.loss > 1.1 * right.loss, "a wide margin: 1.23 to 1.35 times in trainings of other lengths"
     with warnings.catch_warnings():

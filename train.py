@@ -160,8 +160,7 @@ def target_shard(args, ranks: Shard) -> Shard:
 
 def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[list[Row], int]:
     """All usable rows, and how many were skipped; what was skipped or cut is shown with its reason and first line."""
-    rows, report, first = eagle3.read_rows(paths, tokenizer, max_length, config.eos_token_ids, config.vocab_size,
-                                           partial(tqdm, desc="rows", unit="row"))
+    rows, report, first = eagle3.read_rows(paths, tokenizer, max_length, config.eos_token_ids, config.vocab_size)
     for reason, count in report.most_common():
         print(f"  {count} rows {reason} (first: {first[reason]})")
     if not rows:
@@ -215,22 +214,21 @@ class StoredRows:
         self.boundaries = {**{b: f"h.{b}" for b in layout.boundaries}, teacher: folder.teacher}
         self.lengths, self.identity = folder.lengths, folder.manifest["rows_hash"]
 
-    def load(self, indices: list[int]) -> list[tuple[Row, dict]]:
+    def load(self, indices: list[int]) -> list[Row]:
         """Runs in the reading thread, a step ahead."""
-        stored = [(self.folder.path(i).name, self.folder.read(i, tuple(self.boundaries.values()))) for i in indices[self.ranks.rank::self.ranks.size]]
-        return [(Row(row.tokens.tolist(), row.loss_mask.tolist(), name), row.hidden) for name, row in stored if not row.skipped]
+        rows = (self.folder.read(i, tuple(self.boundaries.values())) for i in indices[self.ranks.rank::self.ranks.size])
+        return [row for row in rows if not row.skipped]
 
-    def own(self, loaded: list[tuple[Row, dict]]) -> list[Row]:
-        return [row for row, _ in loaded]
+    def own(self, loaded: list[Row]) -> list[Row]:
+        return loaded
 
-    def inputs(self, layout: FeatureLayout, loaded: list[tuple[Row, dict]]) -> tuple | None:
+    def inputs(self, layout: FeatureLayout, loaded: list[Row]) -> tuple | None:
         if not loaded:
             return None
-        tokens, loss_mask = eagle3.collate(self.own(loaded), self.args.device)
-        pad = lambda hidden: F.pad(hidden, (0, 0, 0, tokens.shape[1] - len(hidden)))
-        captures = {b: torch.stack([pad(hidden[name]) for _, hidden in loaded]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        captures = {b: pad([row.hidden[name] for row in loaded]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
                     for b, name in self.boundaries.items()}
-        return tokens, loss_mask, captures
+        return *eagle3.collate(loaded, self.args.device), captures
 
 
 def regenerate(args, ranks: Shard) -> dict:
@@ -339,7 +337,7 @@ def extract(args, ranks: Shard) -> dict:
                     T = folder.lengths[index]
                     if index % ranks.size != ranks.rank:
                         continue
-                    pending.append(writer.submit(folder.write, index, *rows[index].tensors(), {f"h.{b}": hidden[at, :T] for b, hidden in captures.items()}))
+                    pending.append(writer.submit(folder.write, index, rows[index], {f"h.{b}": hidden[at, :T] for b, hidden in captures.items()}))
                     tokens += T
                 while len(pending) > 4 * args.batch_size:  # writing overlaps with computing, a few batches behind
                     pending.popleft().result()
@@ -427,7 +425,7 @@ def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, load
     for rows in loaded:
         inputs, own = source.inputs(head.config.layout, rows), source.own(rows)
         if inputs:  # this rank has rows here, and --extract did not skip them all
-            seeds = [zlib.crc32(repr((args.seed, step, list(row.tokens))).encode()) for row in own]  # whatever the rank, and the source
+            seeds = [zlib.crc32(repr((args.seed, step, row.tokens.tolist())).encode()) for row in own]  # whatever the rank, and the source
             prepared.append(eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own], args.chain_share, seeds))
     num_counted = eagle3.all_reduce(sum((batch.num_counted for batch in prepared), torch.zeros(args.ttt_steps, dtype=torch.int64)), ranks)
     stats = TTTStats.zeros(args.ttt_steps)
@@ -622,8 +620,8 @@ def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], 
 
 def eval_prompt(row: Row) -> list[int]:
     """What comes before the row's first answer; for a row that is all answer, its first 32 tokens (or half)."""
-    answer = row.loss_mask.index(True)
-    return list(row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)])
+    answer = row.loss_mask.tolist().index(True)
+    return row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)].tolist()
 
 
 def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[int], out: Path, args) -> dict:

@@ -159,12 +159,12 @@ def main(argv=None) -> dict:
                 f"{file} holds {len(row.blocks)} blocks of {row.last.shape[1]}, {layout} means {len(names)} of "
                 f"{config.hidden_size}"
             )
-        rows.append(eagle3.Row(row.tokens.tolist(), row.loss_mask.tolist(), str(file)))
+        rows.append(eagle3.Row(row.tokens, row.loss_mask, str(file)))
     folder = eagle3.FeatureFolder.create(args.out, layout, target, rows, teacher)
     missing = folder.missing()
     for index in bar(missing, desc="writing"):
         row = read_foreign(files[index])
-        folder.write(index, row.tokens, row.loss_mask, {**dict(zip(names, row.blocks)), teacher: row.last})
+        folder.write(index, rows[index], {**dict(zip(names, row.blocks)), teacher: row.last})
     print(
         f"{len(files)} rows: {layout}, teacher {teacher}; train with: train.py --features {args.out} "
         f"--target {args.target} --out HEAD"

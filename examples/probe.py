@@ -213,7 +213,9 @@ def probe(args: argparse.Namespace, ranks: Shard) -> dict:
     residuals = (True, False) if is_speculators else (head.config.norm_before_residual,)  # readers' defaults differ
     configs = [replace(head.config, layout=layout, rope=rope, norm_before_residual=normed)
                for layout, rope, normed in itertools.product(layouts, ropes, residuals)]
-    rows = [tuple(x.to(target.norm.weight.device) for x in row.tensors()) for row in answered_rows(target, args)]
+    rows = [
+        tuple(x[0] for x in eagle3.collate([row], target.norm.weight.device)) for row in answered_rows(target, args)
+    ]
     best, *others = candidates = try_configs(head, rows, target, configs)
     table = [
         {
