@@ -3586,6 +3586,13 @@ def is_first_failure() -> bool:
         return False
 
 
+def require_at_least(args, least: int, *names: str) -> None:
+    """ValueError by its flag for an option that is given and smaller."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
+
+
 def model_folder(name: str, with_weights: bool = True) -> str:
     """The folder of that name or, for owner/name where there is none, the Hugging Face hub's repository, downloaded. Raises ValueError."""
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):

@@ -95,9 +95,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         raise ValueError("--check needs --target and --draft")
     if args.held_out and not args.check:
         raise ValueError("--held-out belongs to --check")
-    for name in ("limit", "max_new_tokens", "max_batch", "max_length", "max_queue"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}")
+    eagle3.require_at_least(args, 1, "limit", "max_new_tokens", "max_batch", "max_length", "max_queue")
     if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
         raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
     args.device = eagle3.torch_device(args.device)

@@ -55,18 +55,16 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--regenerate", metavar="OUT.jsonl", help="write rows in which the target itself answers the prompts of --data, all turns")
     add("--extract", metavar="DIR", help="store the hidden states of all rows there; several processes share the rows")
     add("--features", metavar="DIR", help="train on hidden states stored by --extract, instead of --data")
-    add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns really are")
+    add("--inspect", metavar="DIR", help="say what a folder of features holds and lacks; with --target, which boundaries its columns are")
     add("--out", help="the head's folder, made by this run")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     # the head
     add("--layers", help="boundaries whose hidden states the head reads, such as 2,15,27 or embed,3,31 (default: 2, L//2, L-3)")
-    add("--draft-vocab-size", type=int,
-        help="tokens that the head can draft (default: all up to 32000; 8192 of vocabularies up to 65536; else 32000)")
-    add("--head", metavar="NAME=VALUE,...", help="what of the head is not as in the target, by config.json's names, such as "
-        "num_key_value_heads=8,rope_theta=1e6,fc_norm=true")
+    add("--draft-vocab-size", type=int, help="tokens that the head can draft (default: all up to 32000; 8192 of up to 65536; else 32000)")
+    add("--head", metavar="NAME=VALUE,...", help="what is not as in the target, by config.json's names: num_key_value_heads=8,fc_norm=true")
     # training
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test")
-    add("--chain-share", type=float, default=1.0, help="of the trained slots, how many go on past step 0, drawn anew each time; fewer is faster")
+    add("--chain-share", type=float, default=1.0, help="of the trained slots, how many go on past step 0, drawn anew each time")
     add("--max-length", type=int, help="tokens; longer rows are cut, and counted (default: 2048)")
     add("--batch-size", type=int, default=4, help="rows per forward, over all ranks")
     add("--accumulate", type=int, default=1, help="forwards per optimizer step")
@@ -82,65 +80,59 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help="--regenerate: sample from the most likely tokens that together reach p (1 = all)")
     add("--no-compile", action="store_true", help="--regenerate without torch.compile, for a few short answers")
     # machine
-    add("--split-target", choices=["auto", "yes", "no"], default="auto", help="with several ranks: each holds a part of the target, which "
-        "computes all their rows together; or all of it (auto: where that takes more than half of a rank's memory, it is split)")
+    add("--split-target", choices=["auto", "yes", "no"], default="auto",
+        help="each rank holds a part of the target, or all of it (auto: a part, where all takes more than half of a rank's memory)")
     add("--dtype", choices=["bfloat16", "float32", "float64"],
-        help="of the target and of products (default: bfloat16, but float32 on a CPU where that is faster); master weights are fp32 at least")
+        help="of the target and of products (default: bfloat16, or float32 on a CPU where that is faster); master weights are fp32 at least")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     if not args.target:  # the demo has smaller defaults
         parser.set_defaults(batch_size=4, lr=6e-3, ttt_steps=3, steps=DEMO_STEPS[1], dtype="float32")
         args = parser.parse_args(argv)
     args.device = eagle3.torch_device(args.device)
+    jobs, sources = (sum(map(bool, given)) for given in ((args.out, args.extract, args.regenerate), (args.data, args.features)))
     if args.inspect:
-        if any((args.data, args.out, args.extract, args.features, args.regenerate)):
+        if jobs or sources:
             raise ValueError("--inspect takes only --target")
         return args
-    if not args.target and (args.resume or args.layers or args.head or args.held_out):
-        raise ValueError("the demo (no --target) starts anew each time: it takes no --resume, --layers, --head or --held-out")
-    jobs = [job for job in (args.out, args.extract, args.regenerate) if job]
-    if (len(jobs) != bool(args.target) or bool(args.data) + bool(args.features) != bool(args.target) or args.features and not args.out):
-        raise ValueError("a real target takes --target, --data and one of --out, --extract and --regenerate; or --target, --features and "
-                         "--out (with none of them, train.py runs the demo)")
     args.changes = DraftConfig.parse_changes(args.head) if args.head else {}
-    if args.head and not args.out:
-        raise ValueError("--head describes the head that --out trains")
-    if args.regenerate and (args.layers or args.held_out) or not args.out and args.resume:
-        raise ValueError("--resume belongs to --out (the others go on by themselves), --layers and --held-out to heads and features")
+    for is_wrong, text in (
+            (not args.target and (args.resume or args.layers or args.head or args.held_out),
+             "the demo (no --target) starts anew each time: it takes no --resume, --layers, --head or --held-out"),
+            (jobs != bool(args.target) or sources != bool(args.target) or args.features and not args.out,
+             "a real target takes --target, --data and one of --out, --extract and --regenerate; or --target, --features and --out (with none of "
+             "them, train.py runs the demo)"),
+            (args.head and not args.out, "--head describes the head that --out trains"),
+            (args.regenerate and (args.layers or args.held_out) or not args.out and args.resume,
+             "--resume belongs to --out (the others go on by themselves), --layers and --held-out to heads and features"),
+            (args.features and (args.held_out or args.max_length),
+             "--features hold the rows as they were extracted: --held-out and --max-length belong to --data"),
+            (not 0 < args.chain_share <= 1, f"--chain-share must be above 0, and at most 1: got {args.chain_share}")):
+        if is_wrong:
+            raise ValueError(text)
     args.sampling = eagle3.Sampling(args.temperature, top_p=args.top_p, seed=args.seed)
-    if args.features and (args.held_out or args.max_length):
-        raise ValueError("--features hold the rows as they were extracted: --held-out and --max-length belong to --data")
-    args.max_length = args.max_length or 2048
-    for name in ("ttt_steps", "batch_size", "max_batch", "max_new_tokens", "accumulate", "epochs", "max_length", "steps", "draft_vocab_size",
-                 "save_every"):
-        least = 0 if name == "save_every" else 1
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {getattr(args, name)}")
-    if not 0 < args.chain_share <= 1:
-        raise ValueError(f"--chain-share must be above 0, and at most 1: got {args.chain_share}")
+    args.max_length = 2048 if args.max_length is None else args.max_length
+    eagle3.require_at_least(args, 0, "save_every")
+    eagle3.require_at_least(args, 1, "ttt_steps", "batch_size", "max_batch", "max_new_tokens", "accumulate", "epochs", "max_length", "steps",
+                            "draft_vocab_size")
     return args
 
 
 def begun_dtype(args) -> str | None:
     """Of the run that this one goes on with."""
-    checkpoint = Path(args.out or "") / "checkpoint" / "training.safetensors"
+    checkpoint, answers = Path(args.out or "") / "checkpoint" / "training.safetensors", Path(args.regenerate or "")
     if args.resume and checkpoint.exists():
         return json.loads(eagle3.open_tensors(checkpoint).metadata()["state"])["settings"]["dtype"]
     if args.extract and (Path(args.extract) / "manifest.json").exists():
         return FeatureFolder(args.extract).dtype
-    answers = Path(args.regenerate or "")
-    for file in (answers, answers.with_suffix(f".0{answers.suffix}")) if args.regenerate else ():
-        found = re.match(rb'.*"made": "\w+-(\w+)"', file.open("rb").readline()) if file.is_file() else None
-        if found:
-            return found[1].decode()
-    return None
+    files = (answers, answers.with_suffix(f".0{answers.suffix}")) if args.regenerate else ()
+    found = [re.match(rb'.*"made": "\w+-(\w+)"', file.open("rb").readline()) for file in files if file.is_file()]
+    return next((match[1].decode() for match in found if match), None)
 
 
 def settle_dtype(args, ranks: Shard) -> None:
-    if args.dtype is None:
-        args.dtype = eagle3.share(begun_dtype(args), ranks)
-    if args.dtype is None:
-        args.dtype = eagle3.choose_dtype("bfloat16", args.device, "decoding" if args.regenerate else "training", ranks)
+    args.dtype = args.dtype or eagle3.share(begun_dtype(args), ranks)
+    args.dtype = args.dtype or eagle3.choose_dtype("bfloat16", args.device, "decoding" if args.regenerate else "training", ranks)
 
 
 def target_shard(args, ranks: Shard) -> Shard:
@@ -190,18 +182,15 @@ class OnlineRows:
 
     def inputs(self, layout: FeatureLayout, rows: list[Row]) -> tuple | None:
         """Tokens, loss mask and hidden states of this rank's rows (None: it has none), as prepare_ttt takes them: the target's pass."""
-        own, together = self.own(rows), self.target.shard.size > 1
-        if not own and not together:
+        together = self.target.shard.size > 1
+        here = rows if together else self.own(rows)
+        if not here:
             return None
+        tokens, loss_mask = eagle3.collate(here, self.args.device)
         with torch.no_grad():
-            tokens, _ = eagle3.collate(rows if together else own, self.args.device)
             captures = self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
-        if not own:
-            return None
-        tokens, loss_mask = eagle3.collate(own, self.args.device)
-        if together:
-            captures = {b: hidden[self.ranks.rank::self.ranks.size, :tokens.shape[1]] for b, hidden in captures.items()}
-        return tokens, loss_mask, captures
+        own = slice(self.ranks.rank, None, self.ranks.size) if together else slice(None)
+        return (tokens[own], loss_mask[own], {b: hidden[own] for b, hidden in captures.items()}) if len(tokens[own]) else None
 
 
 class StoredRows:
@@ -246,15 +235,15 @@ def regenerate(args, ranks: Shard) -> dict:
     made = f"{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]}-{args.dtype}"
     done = eagle3.finished_conversations(out, made)
     eagle3.wait_for_all(shard)  # rank 0 is about to write
-    records = enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
+    records = (found for found in enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
+               if found[0] % world == rank and found[0] not in done)
     engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, sizes=(args.max_batch,))
     if not args.no_compile:
         engine.compile()
-    running, report, tokens, written, begun = {}, Counter(), 0, 0, time.perf_counter()  # running: request -> conversation, its name and index
+    running, report, tokens, begun = {}, Counter(), 0, time.perf_counter()  # running: request -> conversation, its name and index
 
     def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
         """Submit the conversation's next turn; write it when there is none, or it cannot be asked. Raises what was wrong with the first turn."""
-        nonlocal written
         try:
             prompt = conversation.next_prompt()
             if prompt and len(prompt) + args.max_new_tokens > length:
@@ -269,25 +258,22 @@ def regenerate(args, ranks: Shard) -> dict:
                 raise
         file.write(conversation.lines(index, name, made))
         file.flush()
-        written += 1
         bar.update()
 
-    written_to = os.devnull if shard.rank else out
-    with open(written_to, "a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="") as bar:
-        while True:
-            while len(running) < 2 * args.max_batch and (found := next(records, None)):
-                index, (name, record) = found
-                if index % world != rank or index in done:
-                    continue
-                loaded = tokenizer() if record and eagle3.needs_tokenizer(record) else None
-                try:
-                    if record is None:
-                        raise ValueError("not a JSON object in UTF-8")
-                    go_on(eagle3.Conversation(record, loaded), name, index)
-                except eagle3.MALFORMED as error:
-                    report[eagle3.why_skipped(error)] += 1
-            if not engine.busy:
-                break
+    def fill(records) -> None:
+        """Keep twice as many conversations as are decoded at once."""
+        while len(running) < 2 * args.max_batch and (found := next(records, None)):
+            index, (name, record) = found
+            try:
+                if record is None:
+                    raise ValueError("not a JSON object in UTF-8")
+                go_on(eagle3.Conversation(record, tokenizer() if eagle3.needs_tokenizer(record) else None), name, index)
+            except eagle3.MALFORMED as error:
+                report[eagle3.why_skipped(error)] += 1
+
+    with open(os.devnull if shard.rank else out, "a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="") as bar:
+        fill(records)
+        while engine.busy:
             for request, new in engine.step():
                 tokens += len(new)
                 if request.finish_reason is None or request not in running:  # a short answer comes twice: the prefill's token, then the round's
@@ -299,9 +285,10 @@ def regenerate(args, ranks: Shard) -> dict:
                 conversation.answer(request.prompt, request.output, request.finish_reason == "stop")
                 go_on(conversation, name, index)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):.0f} tok/s", refresh=False)
+            fill(records)
     for reason, count in report.most_common():
         print(f"  {count} records {reason}")
-    return {"out": str(out), "conversations": len(done) + written, "skipped": report.total(), "tokens": tokens,
+    return {"out": str(out), "conversations": bar.n, "skipped": report.total(), "tokens": tokens,
             "tok_s": round(tokens / (time.perf_counter() - begun), 1)}
 
 
@@ -317,33 +304,32 @@ def extract(args, ranks: Shard) -> dict:
     rows, skipped = load_rows(args.data, cache(partial(eagle3.load_tokenizer, args.target)), config, args.max_length)
     folder = FeatureFolder.create(args.extract, layout, target, rows)
     missing = eagle3.share(folder.missing(), shard)  # a split target computes the same rows everywhere
-    needed, free = folder.row_bytes(sum(folder.lengths[i] for i in missing)), shutil.disk_usage(folder.folder).free
-    print(f"{len(rows)} rows, {sum(folder.lengths)} tokens, {len(folder.names)} boundaries: {folder.row_bytes(sum(folder.lengths)) / 1e9:.3f} GB "
-          f"in all, {needed / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
-    if needed > free:
-        raise ValueError(f"{folder.folder} has {free / 1e9:.3f} GB free, {needed / 1e9:.3f} GB are needed: free some, or take fewer rows or "
-                         "boundaries")
-    mine, window, begun, tokens = [i for i in missing if i % ranks.size == ranks.rank], args.batch_size * 64, time.perf_counter(), 0
+    total, needed, free = sum(folder.lengths), sum(folder.lengths[i] for i in missing), shutil.disk_usage(folder.folder).free
+    print(f"{len(rows)} rows, {total} tokens, {len(folder.names)} boundaries: {folder.row_bytes(total) / 1e9:.3f} GB in all, "
+          f"{folder.row_bytes(needed) / 1e9:.3f} GB to write, {free / 1e9:.3f} GB free")
+    if folder.row_bytes(needed) > free:
+        raise ValueError(f"{folder.folder} has {free / 1e9:.3f} GB free, {folder.row_bytes(needed) / 1e9:.3f} GB are needed: free some, or take fewer "
+                         "rows or boundaries")
+    mine, window, begun = [i for i in missing if i % ranks.size == ranks.rank], args.batch_size * 64, time.perf_counter()
     computed = missing if shard.size > 1 else mine
-    boundaries, pending = [int(name[2:]) for name in folder.names], deque()
+    boundaries, pending = tuple(int(name[2:]) for name in folder.names), deque()
     with ThreadPoolExecutor(1) as writer, tqdm(total=len(computed), desc="extracting", unit="row") as bar:
         for start in range(0, len(computed), window):
             near = sorted(computed[start:start + window], key=lambda i: folder.lengths[i])
             for batch in (near[i:i + args.batch_size] for i in range(0, len(near), args.batch_size)):
                 padded, _ = eagle3.collate([rows[i] for i in batch], args.device)
                 with torch.no_grad():
-                    captures = {b: hidden.cpu() for b, hidden in target(padded, boundaries=tuple(boundaries)).captures.items()}
+                    captures = {f"h.{b}": hidden.cpu() for b, hidden in target(padded, boundaries=boundaries).captures.items()}
                 for at, index in enumerate(batch):
-                    T = folder.lengths[index]
-                    if index % ranks.size != ranks.rank:
-                        continue
-                    pending.append(writer.submit(folder.write, index, rows[index], {f"h.{b}": hidden[at, :T] for b, hidden in captures.items()}))
-                    tokens += T
+                    if index % ranks.size == ranks.rank:
+                        hidden = {name: x[at, :folder.lengths[index]] for name, x in captures.items()}
+                        pending.append(writer.submit(folder.write, index, rows[index], hidden))
                 while len(pending) > 4 * args.batch_size:  # writing overlaps with computing, a few batches behind
                     pending.popleft().result()
                 bar.update(len(batch))
         for future in pending:
             future.result()
+    tokens = sum(folder.lengths[i] for i in mine)
     unsound = [(i, why) for i in mine if (why := folder.read(i, ()).skipped)]
     for index, why in unsound[:10]:
         print(f"  row {rows[index].name} was skipped: {why}")
@@ -361,23 +347,22 @@ def inspect(args) -> dict:
     strangers = sorted({*root.rglob("*.safetensors")} - {*paths, root / "rows.safetensors"})
     missing, unsound, first, contents, totals = [], [], [], set(), Counter()  # contents: hashes, to find rows that are there twice
     for i, path in enumerate(tqdm(paths, desc="rows", unit="row")):
-        if not path.is_file():
-            missing.append(path)
-            continue
         try:
             row = folder.read(i, () if len(first) >= 4 else None)
+        except FileNotFoundError:
+            missing.append(path)
         except ValueError as error:
             unsound.append(str(error))
-            continue
-        key = hash(row.tokens.numpy().tobytes())
-        totals.update(tokens=len(row.tokens), supervised=int(row.loss_mask.sum()), empty=not row.loss_mask.any(), double=key in contents)
-        totals["longest"] = max(totals["longest"], len(row.tokens))
-        contents.add(key)
-        if row.hidden:
-            first.append((row.tokens[:256], {name: hidden[:256] for name, hidden in row.hidden.items()}))
-    for group in sorted({path.parent for path in paths}):
-        there = [path.is_file() for path in paths if path.parent == group]
-        print(f"  {group.relative_to(root)}: {sum(there)} of {len(there)} rows")
+        else:
+            key = hash(row.tokens.numpy().tobytes())
+            totals.update(tokens=len(row.tokens), supervised=int(row.loss_mask.sum()), empty=not row.loss_mask.any(), double=key in contents)
+            totals["longest"] = max(totals["longest"], len(row.tokens))
+            contents.add(key)
+            if row.hidden:
+                first.append((row.tokens[:256], {name: hidden[:256] for name, hidden in row.hidden.items()}))
+    there = Counter(path.parent for path in paths)
+    for group, count in there.items():
+        print(f"  {group.relative_to(root)}: {count - sum(path.parent == group for path in missing)} of {count} rows")
     for what, names in (("missing", missing), ("not sound", unsound), ("not part of this folder", strangers)):
         if names:
             print(f"  {len(names)} {what}: {'; '.join(map(str, names[:5]))}" + (" ..." if len(names) > 5 else ""))
@@ -401,6 +386,10 @@ def inspect(args) -> dict:
 
 # -----------------------------------------------------------------------------
 # Training
+
+
+def shown(rates: list[float]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
 
 
 def learning_rate(step: int, total: int, peak: float) -> float:
@@ -496,7 +485,7 @@ def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows | None
     """Head, training rows, held-out rows and their indices, and how many lines were skipped."""
     config = eagle3.read_target_config(args.target)
     layout = stated_layout(config, args)
-    for file in (*args.data, *([args.held_out] if args.held_out else ())):
+    for file in (*args.data, *filter(None, [args.held_out])):
         if not Path(file).is_file():
             raise FileNotFoundError(f"{file} is not there")
     shard = target_shard(args, ranks)
@@ -505,11 +494,9 @@ def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows | None
     eagle3.pack(target)
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     rows, skipped = load_rows(args.data, tokenizer, config, args.max_length)
-    if args.held_out:
-        held_out, _ = load_rows([args.held_out], tokenizer, config, args.max_length)
-    else:
-        count = eagle3.held_out_count(len(rows))
-        rows, held_out = rows[:-count], rows[-count:]
+    count = 0 if args.held_out else eagle3.held_out_count(len(rows))
+    held_out = rows[-count:] if count else load_rows([args.held_out], tokenizer, config, args.max_length)[0]
+    rows = rows[:len(rows) - count]
     ends = eagle3.load_target_ends(args.target, args.dtype, args.device) if shard.size > 1 else target  # what a rank's own rows need
     head = new_head(layout, ends, eagle3.token_counts(rows, config.vocab_size), args)
     return head, OnlineRows(target, rows, args, ranks), OnlineRows(target, held_out, args, ranks), list(range(len(held_out))), skipped
@@ -557,10 +544,9 @@ def train(args, ranks: Shard = Shard()) -> dict:
     if args.resume:
         state = load_checkpoint(checkpoint, head, optimizer, settings)
     out.mkdir(parents=True, exist_ok=True)
-    metrics = out / "metrics.jsonl"  # lines behind the checkpoint belong to steps that will be made again
-    kept = metrics.read_text().splitlines()[:state["step"]] if args.resume and metrics.exists() else []
-    metrics = metrics if ranks.rank == 0 else Path(os.devnull)
-    if ranks.rank == 0:
+    metrics = out / "metrics.jsonl" if ranks.rank == 0 else Path(os.devnull)
+    if ranks.rank == 0:  # lines behind the checkpoint belong to steps that will be made again
+        kept = metrics.read_text().splitlines()[:state["step"]] if args.resume and metrics.exists() else []
         eagle3.write_text(metrics, "".join(line + "\n" for line in kept))
     bar = tqdm(total=total, initial=state["step"], desc="training", unit="step")
     begun, batches = time.perf_counter() - state["seconds"], lru_cache(2)(partial(eagle3.epoch_batches, lengths, args.batch_size, args.seed))
@@ -580,15 +566,14 @@ def train(args, ranks: Shard = Shard()) -> dict:
             stats, norm = train_step(head, source, optimizer, loaded, step, args)
             state["step"], state["tokens"] = step + 1, state["tokens"] + num_tokens
             state["seconds"] = time.perf_counter() - begun
-            line = {"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy,
-                    "simulated_acceptance_length": stats.simulated_acceptance_length, "lr": optimizer.param_groups[0]["lr"],
-                    "grad_norm": norm, "tokens": state["tokens"]}
-            log.write(json.dumps(line) + "\n")
             simulated = stats.simulated_acceptance_length
-            bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {' '.join(f'{a:.2f}' for a in stats.accuracy)}, "
-                                + (f"acceptance {simulated:.2f}, " if simulated else "") + f"{state['tokens'] / state['seconds']:.0f} tok/s")
+            log.write(json.dumps({"step": step + 1, "loss": stats.loss, "accuracy": stats.accuracy, "simulated_acceptance_length": simulated,
+                                  "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm, "tokens": state["tokens"]}) + "\n")
+            bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {shown(stats.accuracy)}, " + (f"acceptance {simulated:.2f}, " if simulated else "")
+                                + f"{state['tokens'] / state['seconds']:.0f} tok/s")
             bar.update()
-            if ranks.rank == 0 and ((args.save_every and (step + 1) % args.save_every == 0) or step + 1 == total):
+            is_due = step + 1 == total or args.save_every and (step + 1) % args.save_every == 0
+            if is_due and ranks.rank == 0:
                 save_checkpoint(checkpoint.parent, head, optimizer, state)
     bar.close()
     if ranks.rank == 0:
@@ -632,34 +617,31 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
     """
     held = score(head, source, held_out[:EVAL_ROWS], args)
     steps, context, ranks = args.ttt_steps, head.config.max_position_embeddings, source.ranks
-    prompts = []
-    if isinstance(source, OnlineRows) and (source.target.shard.size > 1 or ranks.rank == 0):  # a whole target serves on rank 0
-        target = source.target
-        served_head, ranks = eagle3.load_draft(out, target), target.shard
-        prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
     simulated = held.simulated_acceptance_length or 1.0  # no round at all: every answer is two tokens long
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
                "simulated_acceptance_length": round(simulated, 3), "acceptance_length": None}
-    print(f"held-out: loss {held.loss:.3f}, accuracy by step {' '.join(f'{a:.2f}' for a in held.accuracy)}, simulated acceptance length "
-          f"{simulated:.2f} (what serving gets, where these rows are the target's own greedy answers)")
+    print(f"held-out: loss {held.loss:.3f}, accuracy by step {shown(held.accuracy)}, simulated acceptance length {simulated:.2f} (what serving "
+          "gets, where these rows are the target's own greedy answers)")
     if args.features:
         print("not served: stored features need only the target's ends. Compare what serving gets with serve.py --target DIR --draft "
               f"{out} --check {args.features}")
-    if not prompts:
         return summary
-    served, written = SpecStats(), []
+    if source.target.shard.size == 1 and ranks.rank:  # a whole target serves on rank 0
+        return summary
+    target, served, written = source.target, SpecStats(), []
+    served_head = eagle3.load_draft(out, target)
+    prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
     for prompt in tqdm(prompts, desc="serving held-out prompts", unit="prompt"):
         request, = eagle3.speculative_generate(target, served_head, [prompt], SpecConfig(steps, 1, steps + 1), EVAL_NEW_TOKENS)
         served = served + request.stats
         if len(request.output) > 1:
             written.append(Row(prompt + request.output, [False] * len(prompt) + [True] * len(request.output), "a served answer"))
     if written and served.rounds:
-        whole_head = eagle3.load_draft(out, head.target)
-        simulated = score(whole_head, OnlineRows(target, written, args, ranks), list(range(len(written))), args).simulated_acceptance_length or 1.0
+        rows = OnlineRows(target, written, args, target.shard)
+        simulated = score(eagle3.load_draft(out, head.target), rows, list(range(len(written))), args).simulated_acceptance_length or 1.0
         summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
-        print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} "
-              f"(simulated on the same answers: {simulated:.2f}); accepted by position "
-              f"{' '.join(f'{a:.2f}' for a in served.per_position_acceptance(steps))}")
+        print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} (simulated on "
+              f"the same answers: {simulated:.2f}); accepted by position {shown(served.per_position_acceptance(steps))}")
     return summary
 
 
@@ -678,27 +660,24 @@ def python_source() -> tuple[torch.Tensor, torch.Tensor]:
 def make_demo_target(folder: Path, prompts: Path, args) -> None:
     """Train a small byte-level Llama on the source of Python's standard library, and write beginnings for it to go on from."""
     torch.manual_seed(0)
-    config = TargetConfig(
-        architecture="LlamaForCausalLM", hidden_size=128, intermediate_size=384, num_layers=8, num_heads=4, num_kv_heads=1, head_dim=32,
-        vocab_size=eagle3.ByteTokenizer.vocab_size, rms_norm_eps=1e-5, rope=eagle3.RopeConfig(10000.0), max_position_embeddings=2048,
-        tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
-        eos_token_ids=(eagle3.ByteTokenizer.eos_id,), dtype="float32")
-    target = Target(config).to(args.device)
+    target = Target(TargetConfig.from_json({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "vocab_size": eagle3.ByteTokenizer.vocab_size, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+        "eos_token_id": eagle3.ByteTokenizer.eos_id})).to(args.device)
+    matrices = [parameter for parameter in target.layers.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in target.parameters() if not any(parameter is matrix for matrix in matrices)]
     for parameter in target.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.5 * parameter.shape[1] ** -0.5)
-    steps, B, T, peak = DEMO_STEPS[0], 32, 128, 1e-2
-    matrices = [parameter for parameter in target.layers.parameters() if parameter.dim() > 1]
-    others = [*target.embed_tokens.parameters(), *target.lm_head.parameters(), *(p for p in target.parameters() if p.dim() == 1)]
     optimizers = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),  # half the steps that AdamW alone takes
                   torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    steps, B, T = DEMO_STEPS[0], 32, 128
     train_bytes, held_bytes = python_source()
 
     def loss_on(data: torch.Tensor, count: int, generator=None) -> torch.Tensor:
         starts = torch.randint(len(data) - T - 1, (count,), generator=generator)
         rows = data[starts[:, None] + torch.arange(T + 1)].to(args.device)
-        logits = target.logits(target(rows[:, :-1]).last)
-        return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        return F.cross_entropy(target.logits(target(rows[:, :-1]).last).flatten(0, 1), rows[:, 1:].flatten())
 
     bar = tqdm(range(steps), desc="demo target", unit="step")
     for step in bar:
@@ -707,7 +686,7 @@ def make_demo_target(folder: Path, prompts: Path, args) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = learning_rate(step, steps, peak)
+            optimizer.param_groups[0]["lr"] = learning_rate(step, steps, 1e-2)
             optimizer.step()
         bar.set_postfix_str(f"{loss.item() / math.log(2):.2f} bits per byte")
     with torch.no_grad():
@@ -726,28 +705,25 @@ def compare_speeds(args) -> dict:
     target = eagle3.load_target(args.target, args.dtype, args.device)
     head, tokenizer, spec = eagle3.load_draft(args.out, target), eagle3.load_tokenizer(args.target), SpecConfig(3, 1, 4)
     prompts = [tokenizer.encode(text) for text in ("import os", "class Parser:\n", "def main(", "    if not ", "# Copyright", "try:\n")]
-    length, new = 64 + DEMO_NEW_TOKENS, DEMO_NEW_TOKENS
+    length = 64 + DEMO_NEW_TOKENS
     plain, fast = eagle3.Engine(target, max_length=length), eagle3.Engine(target, head, spec, max_length=length)
-    seconds, stats, texts = {plain: 0.0, fast: 0.0}, SpecStats(), []
-    for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc="with and without the head", unit="prompt")):
-        answers = {}
+    seconds, answers = {plain: [], fast: []}, {plain: [], fast: []}
+    for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc="with and without the head", unit="prompt")):  # the first turn warms up
         for engine in (plain, fast) if turn % 2 else (fast, plain):
             begun = time.perf_counter()
-            answers[engine], = eagle3.run_requests(engine, [prompt], new, sampling=DEMO_SAMPLING)
-            seconds[engine] += (time.perf_counter() - begun) * (turn > 0)  # the first turn warms up
-        if turn:
-            stats = stats + answers[fast].stats
-            texts.append(tokenizer.decode(prompt + answers[fast].output))
-    print(f"\nwhat the target writes, with its head (temperature {DEMO_SAMPLING.temperature:g}):\n\n    " + texts[0].replace("\n", "\n    ") + "\n")
-    length, speedup = stats.acceptance_length, seconds[plain] / seconds[fast]
-    ms = {name: sorted(r.ms for r in engine.rounds)[len(engine.rounds) // 2] for name, engine in (("step", plain), ("round", fast))}
-    print(f"Each pass of the target gave {length:.2f} tokens instead of 1: its head guessed {spec.num_steps} ahead, of which "
+            answers[engine] += eagle3.run_requests(engine, [prompt], DEMO_NEW_TOKENS, sampling=DEMO_SAMPLING)
+            seconds[engine].append(time.perf_counter() - begun)
+    text = tokenizer.decode(prompts[0] + answers[fast][1].output).replace("\n", "\n    ")
+    print(f"\nwhat the target writes, with its head (temperature {DEMO_SAMPLING.temperature:g}):\n\n    {text}\n")
+    stats, speedup = sum((answer.stats for answer in answers[fast][1:]), SpecStats()), sum(seconds[plain][1:]) / sum(seconds[fast][1:])
+    print(f"Each pass of the target gave {stats.acceptance_length:.2f} tokens instead of 1: its head guessed {spec.num_steps} ahead, of which "
           + ", ".join(f"{100 * rate:.0f} %" for rate in stats.per_position_acceptance(spec.num_steps)) + " were right so far; "
           f"the same {len(prompts)} texts came {speedup:.2f} times as fast as without the head, measured in turns.")
     if speedup <= 1:
-        print(f"So it does not pay here: a round took {ms['round'] / ms['step']:.2f} plain steps ({ms['round']:.1f} ms against {ms['step']:.1f}). For so "
-              "small a target the head is no small part of the work; a larger target, whose step costs many times the head's, is where it pays.")
-    return {"tokens_per_pass": round(length, 2), "speedup": round(speedup, 2)}
+        step, round_ = (sorted(r.ms for r in engine.rounds)[len(engine.rounds) // 2] for engine in (plain, fast))
+        print(f"So it does not pay here: a round took {round_ / step:.2f} plain steps ({round_:.1f} ms against {step:.1f}). For so small a target the "
+              "head is no small part of the work; a larger target, whose step costs many times the head's, is where it pays.")
+    return {"tokens_per_pass": round(stats.acceptance_length, 2), "speedup": round(speedup, 2)}
 
 
 def demo(args, ranks: Shard) -> dict:
@@ -755,15 +731,15 @@ def demo(args, ranks: Shard) -> dict:
     the same regenerate() and train() as for any other."""
     target, prompts, answers, out = (DEMO / name for name in ("target", "prompts.jsonl", "answers.jsonl", "draft"))
     args.target, args.data, args.out = str(target), [str(answers)], str(out)
+    asked = {**vars(args), "data": [str(prompts)], "regenerate": str(answers), "sampling": DEMO_SAMPLING, "temperature": DEMO_SAMPLING.temperature,
+             "max_new_tokens": DEMO_NEW_TOKENS, "max_batch": 128, "no_compile": True}
     if ranks.rank == 0:
         if not (target / "config.json").exists() or not prompts.exists():
             shutil.rmtree(DEMO, ignore_errors=True)
             DEMO.mkdir(parents=True)
             make_demo_target(target, prompts, args)
         shutil.rmtree(out, ignore_errors=True)
-        regenerate(argparse.Namespace(**{**vars(args), "data": [str(prompts)], "regenerate": str(answers), "sampling": DEMO_SAMPLING,
-                                         "temperature": DEMO_SAMPLING.temperature, "max_new_tokens": DEMO_NEW_TOKENS, "max_batch": 128, "no_compile": True}),
-                   Shard())
+        regenerate(argparse.Namespace(**asked), Shard())
     eagle3.wait_for_all(ranks)
     summary = train(args, ranks)
     summary.update(compare_speeds(args) if ranks.rank == 0 else {})
