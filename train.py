@@ -130,11 +130,6 @@ def begun_dtype(args) -> str | None:
     return next((match[1].decode() for match in found if match), None)
 
 
-def settle_dtype(args, ranks: Shard) -> None:
-    args.dtype = args.dtype or eagle3.share(begun_dtype(args), ranks)
-    args.dtype = args.dtype or eagle3.choose_dtype("bfloat16", args.device, "decoding" if args.regenerate else "training", ranks)
-
-
 def target_shard(args, ranks: Shard) -> Shard:
     """This rank's part of the target: all of it, unless it has to be split."""
     if args.split_target != "auto":
@@ -169,55 +164,47 @@ class OnlineRows:
     """Rows whose hidden states the target computes when they are needed. Of each batch a rank trains on its own rows; a split target computes
     all ranks' rows, a whole one only its own rank's."""
 
-    def __init__(self, target: Target, rows: list[Row], args, ranks: Shard):
+    def __init__(self, target: Target, layout: FeatureLayout, rows: list[Row], args, ranks: Shard):
         self.target, self.rows, self.args, self.ranks = target, rows, args, ranks
+        self.boundaries = (*layout.boundaries, layout.num_layers)
         self.lengths, self.identity = [len(row.tokens) for row in rows], eagle3.rows_hash(rows)
 
     def load(self, indices: list[int]) -> list[Row]:
         return [self.rows[i] for i in indices]
 
-    def own(self, rows: list[Row]) -> list[Row]:
-        """This rank's, of what load returned."""
-        return rows[self.ranks.rank::self.ranks.size]
-
-    def inputs(self, layout: FeatureLayout, rows: list[Row]) -> tuple | None:
-        """Tokens, loss mask and hidden states of this rank's rows (None: it has none), as prepare_ttt takes them: the target's pass."""
-        together = self.target.shard.size > 1
-        here = rows if together else self.own(rows)
-        if not here:
+    def inputs(self, rows: list[Row]) -> tuple | None:
+        """This rank's rows (None: it has none), and their tokens, loss mask and hidden states as prepare_ttt takes them: the target's pass."""
+        own = slice(self.ranks.rank, None, self.ranks.size)
+        together, mine = self.target.shard.size > 1, rows[own]
+        if not mine and not together:
             return None
-        tokens, loss_mask = eagle3.collate(here, self.args.device)
+        tokens, loss_mask = eagle3.collate(rows if together else mine, self.args.device)
         with torch.no_grad():
-            captures = self.target(tokens, boundaries=(*layout.boundaries, layout.num_layers)).captures
-        own = slice(self.ranks.rank, None, self.ranks.size) if together else slice(None)
-        return (tokens[own], loss_mask[own], {b: hidden[own] for b, hidden in captures.items()}) if len(tokens[own]) else None
+            captures = self.target(tokens, boundaries=self.boundaries).captures
+        if together:
+            tokens, loss_mask, captures = tokens[own], loss_mask[own], {b: hidden[own] for b, hidden in captures.items()}
+        return (mine, tokens, loss_mask, captures) if mine else None
 
 
 class StoredRows:
-    """Rows whose hidden states were stored by --extract. Rows that were skipped there keep their place, and are left out. Each rank reads its
-    own."""
+    """Rows whose hidden states --extract stored; those that were skipped there keep their place, and are left out. Each rank reads its own."""
 
-    def __init__(self, folder: FeatureFolder, layout: FeatureLayout, args, ranks: Shard):
-        self.folder, self.args, self.ranks = folder, args, ranks
+    def __init__(self, folder: FeatureFolder, layout: FeatureLayout, rows: range, args, ranks: Shard):
+        self.folder, self.rows, self.args, self.ranks = folder, rows, args, ranks
         teacher = "normed" if folder.teacher.endswith(".normed") else layout.num_layers  # as prepare_ttt wants it
         self.boundaries = {**{b: f"h.{b}" for b in layout.boundaries}, teacher: folder.teacher}
-        self.lengths, self.identity = folder.lengths, folder.manifest["rows_hash"]
+        self.lengths, self.identity = [folder.lengths[i] for i in rows], folder.manifest["rows_hash"]
 
     def load(self, indices: list[int]) -> list[Row]:
         """Runs in the reading thread, a step ahead."""
-        rows = (self.folder.read(i, tuple(self.boundaries.values())) for i in indices[self.ranks.rank::self.ranks.size])
-        return [row for row in rows if not row.skipped]
+        own = indices[self.ranks.rank::self.ranks.size]
+        return [row for i in own if not (row := self.folder.read(self.rows[i], tuple(self.boundaries.values()))).skipped]
 
-    def own(self, loaded: list[Row]) -> list[Row]:
-        return loaded
-
-    def inputs(self, layout: FeatureLayout, loaded: list[Row]) -> tuple | None:
-        if not loaded:
-            return None
+    def inputs(self, rows: list[Row]) -> tuple | None:
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        captures = {b: pad([row.hidden[name] for row in loaded]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
-                    for b, name in self.boundaries.items()}
-        return *eagle3.collate(loaded, self.args.device), captures
+        captures = {b: pad([row.hidden[name] for row in rows]).to(self.args.device, eagle3.torch_dtype(self.args.dtype))
+                    for b, name in self.boundaries.items()} if rows else {}
+        return (rows, *eagle3.collate(rows, self.args.device), captures) if rows else None
 
 
 def regenerate(args, ranks: Shard) -> dict:
@@ -404,18 +391,13 @@ def autocast(args):
     return torch.autocast(args.device.split(":")[0], torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
 
 
-def new_optimizer(head: DraftHead, args) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
-
 def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args) -> tuple[TTTStats, float]:
     """One optimizer step over accumulated batches; returns its statistics, over all ranks, and the gradient norm before clipping."""
-    ranks, prepared, names = source.ranks, [], ", ".join(row.name for rows in loaded for row in source.own(rows))
-    for rows in loaded:
-        inputs, own = source.inputs(head.config.layout, rows), source.own(rows)
-        if inputs:  # this rank has rows here, and --extract did not skip them all
-            seeds = [zlib.crc32(repr((args.seed, step, row.tokens.tolist())).encode()) for row in own]  # whatever the rank, and the source
-            prepared.append(eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own], args.chain_share, seeds))
+    ranks, prepared, names = source.ranks, [], []
+    for own, *inputs in filter(None, map(source.inputs, loaded)):  # this rank may have no rows here, and --extract may have skipped them
+        seeds = [zlib.crc32(repr((args.seed, step, row.tokens.tolist())).encode()) for row in own]  # whatever the rank, and the source
+        prepared.append(eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own], args.chain_share, seeds))
+        names += [row.name for row in own]
     num_counted = eagle3.all_reduce(sum((batch.num_counted for batch in prepared), torch.zeros(args.ttt_steps, dtype=torch.int64)), ranks)
     stats = TTTStats.zeros(args.ttt_steps)
     if not num_counted.any():
@@ -425,7 +407,7 @@ def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, load
         with autocast(args):
             loss, part = eagle3.ttt_loss(head, batch, num_counted)
         if not loss.isfinite():
-            raise ValueError(f"the loss is {loss.item()} on rows {names}: lower --lr, or look at these rows")
+            raise ValueError(f"the loss is {loss.item()} on rows {', '.join(names)}: lower --lr, or look at these rows")
         loss.backward()
         stats = stats + part
     if ranks.size > 1:
@@ -433,7 +415,7 @@ def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, load
             parameter.grad = eagle3.all_reduce(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, ranks)
     norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
     if not norm.isfinite():
-        raise ValueError(f"a gradient is not finite on rows {names}: lower --lr, or look at these rows")
+        raise ValueError(f"a gradient is not finite on rows {', '.join(names)}: lower --lr, or look at these rows")
     optimizer.step()
     return stats.summed(ranks), norm.item()
 
@@ -481,8 +463,8 @@ def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.T
     return head.to(args.device).attach(target)
 
 
-def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows | None, list[int], int]:
-    """Head, training rows, held-out rows and their indices, and how many lines were skipped."""
+def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows, int]:
+    """Head, training rows, held-out rows, and how many lines were skipped."""
     config = eagle3.read_target_config(args.target)
     layout = stated_layout(config, args)
     for file in (*args.data, *filter(None, [args.held_out])):
@@ -499,10 +481,10 @@ def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows | None
     rows = rows[:len(rows) - count]
     ends = eagle3.load_target_ends(args.target, args.dtype, args.device) if shard.size > 1 else target  # what a rank's own rows need
     head = new_head(layout, ends, eagle3.token_counts(rows, config.vocab_size), args)
-    return head, OnlineRows(target, rows, args, ranks), OnlineRows(target, held_out, args, ranks), list(range(len(held_out))), skipped
+    return head, *(OnlineRows(target, layout, part, args, ranks) for part in (rows, held_out)), skipped
 
 
-def offline(args, ranks: Shard) -> tuple[DraftHead, StoredRows, StoredRows, list[int], int]:
+def offline(args, ranks: Shard) -> tuple[DraftHead, StoredRows, StoredRows, int]:
     """The same from stored features; of the target only its two ends are loaded."""
     print(f"eagle3 train: {machine(args, ranks)}")
     folder = FeatureFolder(args.features)
@@ -516,10 +498,8 @@ def offline(args, ranks: Shard) -> tuple[DraftHead, StoredRows, StoredRows, list
     if missing:
         raise ValueError(f"{folder.folder} lacks {len(missing)} of {folder.num_rows} rows (first: {missing[0]}): run the same --extract again")
     head = new_head(layout, target, folder.counts, args)
-    rows, count = StoredRows(folder, layout, args, ranks), eagle3.held_out_count(folder.num_rows)
-    held_out = list(range(folder.num_rows - count, folder.num_rows))
-    rows.lengths = rows.lengths[:-count]
-    return head, rows, StoredRows(folder, layout, args, ranks), held_out, 0
+    cut = folder.num_rows - eagle3.held_out_count(folder.num_rows)
+    return head, *(StoredRows(folder, layout, part, args, ranks) for part in (range(cut), range(cut, folder.num_rows))), 0
 
 
 def train(args, ranks: Shard = Shard()) -> dict:
@@ -531,10 +511,10 @@ def train(args, ranks: Shard = Shard()) -> dict:
     if not args.resume and (checkpoint.exists() or (out / "config.json").exists()):
         raise ValueError(f"{out} holds a run already: go on with --resume, or choose another --out")
     eagle3.wait_for_all(ranks)  # rank 0 is about to write there
-    head, source, held_source, held_out, skipped = offline(args, ranks) if args.features else online(args, ranks)
+    head, source, held_out, skipped = offline(args, ranks) if args.features else online(args, ranks)
     lengths = source.lengths
-    print(f"{len(lengths)} rows to train on, {len(held_out)} held out, {skipped} skipped")
-    optimizer = new_optimizer(head, args)
+    print(f"{len(lengths)} rows to train on, {len(held_out.lengths)} held out, {skipped} skipped")
+    optimizer = torch.optim.AdamW(head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     per_epoch = math.ceil(math.ceil(len(lengths) / args.batch_size) / args.accumulate)
     total = args.steps or args.epochs * per_epoch
     settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "steps": total,
@@ -580,7 +560,7 @@ def train(args, ranks: Shard = Shard()) -> dict:
         print(f"saved {out}: {eagle3.save_draft(head, out, 'float32' if args.dtype == 'float64' else args.dtype)}")
     eagle3.wait_for_all(ranks)
     return {"out": str(out), "steps": total, "rows": len(lengths), "rows_skipped": skipped, "tokens": state["tokens"],
-            "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, held_source, held_out, out, args)}
+            "tok_s": round(state["tokens"] / max(state["seconds"], 1e-9), 1), **evaluate(head, held_out, out, args)}
 
 
 # -----------------------------------------------------------------------------
@@ -588,15 +568,15 @@ def train(args, ranks: Shard = Shard()) -> dict:
 
 
 @torch.no_grad()
-def score(head: DraftHead, source: OnlineRows | StoredRows, indices: list[int], args) -> TTTStats:
-    """Teacher-forced statistics of the head on rows, over all ranks."""
-    stats = TTTStats.zeros(args.ttt_steps)
+def score(head: DraftHead, source: OnlineRows | StoredRows, args) -> TTTStats:
+    """Teacher-forced statistics of the head on the first rows, over all ranks."""
+    stats, indices = TTTStats.zeros(args.ttt_steps), list(range(len(source.lengths)))[:EVAL_ROWS]
     for start in tqdm(range(0, len(indices), args.batch_size), desc="scoring", unit="batch", leave=False):
-        loaded = source.load(indices[start:start + args.batch_size])
-        inputs = source.inputs(head.config.layout, loaded)
-        if inputs:
+        found = source.inputs(source.load(indices[start:start + args.batch_size]))
+        if found:
+            own, *inputs = found
             with autocast(args):
-                stats = stats + eagle3.ttt_loss(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in source.own(loaded)]))[1]
+                stats = stats + eagle3.ttt_loss(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own]))[1]
     stats = stats.summed(source.ranks)
     if not stats.num_trained.any():
         raise ValueError("no held-out row is left to score: all were skipped by --extract")
@@ -609,14 +589,13 @@ def eval_prompt(row: Row) -> list[int]:
     return row.tokens[:answer if answer else min(32, (len(row.tokens) + 1) // 2)].tolist()
 
 
-def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[int], out: Path, args) -> dict:
+def evaluate(head: DraftHead, source: OnlineRows | StoredRows, out: Path, args) -> dict:
     """Score held-out rows and, where the whole target is there, serve held-out prompts with the head as it was saved; simulate
     serving on the rows that serving wrote.
 
     The last two are acceptance lengths of the same text, one measured and one predicted: where they differ, the wiring is at fault.
     """
-    held = score(head, source, held_out[:EVAL_ROWS], args)
-    steps, context, ranks = args.ttt_steps, head.config.max_position_embeddings, source.ranks
+    held, steps = score(head, source, args), args.ttt_steps
     simulated = held.simulated_acceptance_length or 1.0  # no round at all: every answer is two tokens long
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
                "simulated_acceptance_length": round(simulated, 3), "acceptance_length": None}
@@ -626,19 +605,20 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
         print("not served: stored features need only the target's ends. Compare what serving gets with serve.py --target DIR --draft "
               f"{out} --check {args.features}")
         return summary
-    if source.target.shard.size == 1 and ranks.rank:  # a whole target serves on rank 0
+    if source.target.shard.size == 1 and source.ranks.rank:  # a whole target serves on rank 0
         return summary
     target, served, written = source.target, SpecStats(), []
     served_head = eagle3.load_draft(out, target)
-    prompts = [p for p in map(eval_prompt, source.load(held_out)) if len(p) + EVAL_NEW_TOKENS <= context][:EVAL_PROMPTS]
+    room = head.config.max_position_embeddings - EVAL_NEW_TOKENS
+    prompts = [prompt for prompt in map(eval_prompt, source.rows) if len(prompt) <= room][:EVAL_PROMPTS]
     for prompt in tqdm(prompts, desc="serving held-out prompts", unit="prompt"):
         request, = eagle3.speculative_generate(target, served_head, [prompt], SpecConfig(steps, 1, steps + 1), EVAL_NEW_TOKENS)
         served = served + request.stats
         if len(request.output) > 1:
             written.append(Row(prompt + request.output, [False] * len(prompt) + [True] * len(request.output), "a served answer"))
     if written and served.rounds:
-        rows = OnlineRows(target, written, args, target.shard)
-        simulated = score(eagle3.load_draft(out, head.target), rows, list(range(len(written))), args).simulated_acceptance_length or 1.0
+        rows = OnlineRows(target, head.config.layout, written, args, target.shard)
+        simulated = score(eagle3.load_draft(out, head.target), rows, args).simulated_acceptance_length or 1.0
         summary.update(simulated_acceptance_length=round(simulated, 3), acceptance_length=round(served.acceptance_length, 3))
         print(f"served {len(prompts)} held-out prompts, {steps} guesses a round: acceptance length {served.acceptance_length:.2f} (simulated on "
               f"the same answers: {simulated:.2f}); accepted by position {shown(served.per_position_acceptance(steps))}")
@@ -647,14 +627,6 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, held_out: list[in
 
 # -----------------------------------------------------------------------------
 # The demo
-
-
-def python_source() -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of the standard library's modules: to train on, and every twentieth module held out."""
-    modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    held_out = modules[::20]
-    del modules[::20]
-    return tuple(torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8).long() for part in (modules, held_out))
 
 
 def make_demo_target(folder: Path, prompts: Path, args) -> None:
@@ -672,7 +644,10 @@ def make_demo_target(folder: Path, prompts: Path, args) -> None:
     optimizers = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),  # half the steps that AdamW alone takes
                   torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     steps, B, T = DEMO_STEPS[0], 32, 128
-    train_bytes, held_bytes = python_source()
+    modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    held_out = modules[::20]
+    del modules[::20]
+    train_bytes, held_bytes = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8).long() for part in (modules, held_out))
 
     def loss_on(data: torch.Tensor, count: int, generator=None) -> torch.Tensor:
         starts = torch.randint(len(data) - T - 1, (count,), generator=generator)
@@ -752,14 +727,14 @@ def main(ranks: Shard = Shard(), argv=None) -> dict:
     args.target = args.target and eagle3.model_folder(args.target)
     if args.inspect:
         return inspect(args)
-    settle_dtype(args, ranks)
-    for job, run in ((args.extract, extract), (args.regenerate, regenerate)):
-        if job:
-            return run(args, ranks)
+    args.dtype = args.dtype or eagle3.share(begun_dtype(args), ranks)
+    args.dtype = args.dtype or eagle3.choose_dtype("bfloat16", args.device, "decoding" if args.regenerate else "training", ranks)
+    run = extract if args.extract else regenerate if args.regenerate else train if args.target else demo
     try:
-        return train(args, ranks) if args.target else demo(args, ranks)
+        return run(args, ranks)
     except KeyboardInterrupt:
-        print("--resume goes on from the last checkpoint in --out", file=sys.stderr)
+        if run is train:
+            print("--resume goes on from the last checkpoint in --out", file=sys.stderr)
         raise
 
 
