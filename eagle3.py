@@ -126,8 +126,10 @@ class FeatureLayout:
         return cls((2, num_layers // 2, num_layers - 3), hidden_size, num_layers)
 
     @classmethod
-    def parse(cls, text: str, hidden_size: int, num_layers: int) -> "FeatureLayout":
-        """'embed,3,31' -> boundaries (0, 3, 31)."""
+    def parse(cls, text: str | None, hidden_size: int, num_layers: int) -> "FeatureLayout":
+        """'embed,3,31' -> boundaries (0, 3, 31); None: the default ones."""
+        if text is None:
+            return cls.default(hidden_size, num_layers)
         parts = [part.strip() for part in text.split(",")]
         if not all(part == "embed" or part.isdecimal() for part in parts):
             raise ValueError(f"--layers must be boundaries such as 2,15,27 or embed,3,31: got {text!r}")
@@ -3285,8 +3287,8 @@ class Conversation:
     turns, say, makes another row. Raises ValueError for a record that asks nothing.
     """
 
-    def __init__(self, record: dict, tokenizer):
-        self.tokenizer, self.messages, self.rows = tokenizer, [], []
+    def __init__(self, record: dict, tokenizer, index: int = 0, name: str = ""):
+        self.tokenizer, self.index, self.name, self.messages, self.rows = tokenizer, index, name, [], []
         self.turns: list[list] = []  # messages before each answer (or token ids, where the record is token ids)
         if "input_ids" in record:
             tokens, mask = encode_record(record, tokenizer)
@@ -3324,11 +3326,10 @@ class Conversation:
         if not is_whole:
             self.turns = []
 
-    def lines(self, index: int, name: str, made: str) -> str:
+    def lines(self, made: str) -> str:
         """The rows as JSON lines; the last has the messages too, for whoever reads text. See finished_conversations."""
-        left = range(len(self.rows) - 1, -1, -1)
-        rows = [{"index": index, "source": name, "made": made, "rows_left": n, "input_ids": tokens, "loss_mask": [int(m) for m in mask]}
-                for n, (tokens, mask) in zip(left, self.rows)]
+        rows = [{"index": self.index, "source": self.name, "made": made, "rows_left": len(self.rows) - 1 - n, "input_ids": tokens,
+                 "loss_mask": [int(m) for m in mask]} for n, (tokens, mask) in enumerate(self.rows)]
         if self.messages:
             rows[-1]["messages"] = self.messages
         return "".join(json.dumps(row) + "\n" for row in rows)

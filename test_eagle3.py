@@ -2282,10 +2282,10 @@ def test_a_conversation_answered_anew_is_one_row_while_the_template_keeps_what_w
     assert show(tokens) == ("<|user|>hi<|end|>\n<|assistant|>new<|end|>\n<|user|>a<|end|>\n<|assistant|>newer<|end|>\n"
                             "<|user|>b<|end|>\n<|assistant|>cut o")
     assert show([t for t, m in zip(tokens, mask) if m]) == "new<|end|>newer<|end|>cut o"
-    forgetful = eagle3.Conversation(record, tokenizer)
+    forgetful = eagle3.Conversation(record, tokenizer, 7, "file:1")
     rows = answer_all(forgetful, lambda ids: ids[-9:])  # a template that drops what came before
     assert len(rows) == 3 and [sum(m for m in mask) for _, mask in rows] == [len(output) for output in written]
-    lines = [json.loads(line) for line in forgetful.lines(7, "file:1", "m").splitlines()]
+    lines = [json.loads(line) for line in forgetful.lines("m").splitlines()]
     assert [(line["index"], line["rows_left"]) for line in lines] == [(7, 2), (7, 1), (7, 0)] and lines[-1]["messages"][-1] == {"role": "assistant", "content": "cut o"}
     stopped = eagle3.Conversation(record, tokenizer)
     stopped.answer(stopped.next_prompt(), tokenizer.encode("cut"), False)

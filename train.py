@@ -26,7 +26,6 @@ import time
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -39,9 +38,8 @@ import eagle3
 from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, Shard, SpecConfig, SpecStats, Target, TargetConfig, TargetEnds,
                     TTTStats)
 
-DEMO, DEMO_STEPS = Path("runs/demo"), (200, 440)  # optimizer steps of the demo's target and head
+DEMO, DEMO_STEPS, DEMO_SAMPLING = Path("runs/demo"), (200, 440), eagle3.Sampling(0.7, seed=1)  # optimizer steps of its target and head
 DEMO_ROWS, DEMO_PROMPT, DEMO_NEW_TOKENS = 512, 32, 160  # what the target writes for its head: rows, and bytes that are given and made of each
-DEMO_SAMPLING = eagle3.Sampling(0.7, seed=1)
 EVAL_PROMPTS, EVAL_NEW_TOKENS, EVAL_ROWS = 16, 64, 64  # served at the end; held-out rows scored
 
 
@@ -130,15 +128,21 @@ def begun_dtype(args) -> str | None:
     return next((match[1].decode() for match in found if match), None)
 
 
-def target_shard(args, ranks: Shard) -> Shard:
-    """This rank's part of the target: all of it, unless it has to be split."""
-    if args.split_target != "auto":
-        return ranks if args.split_target == "yes" else Shard()
+def where(args, ranks: Shard) -> str:
+    return f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, rank {ranks.rank} of {ranks.size}"
+
+
+def load_own_part(args, ranks: Shard, job: str) -> Target:
+    """The target, or this rank's part of it if it has to be split. Says what runs here."""
     with torch.device("meta"):
         size = eagle3.stored_bytes(Target(eagle3.read_target_config(args.target)), eagle3.torch_dtype(args.dtype))
     memory = (torch.cuda.get_device_properties(args.device).total_memory if args.device.startswith("cuda")
               else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return ranks if size > memory / 2 else Shard()
+    is_split = ranks.size > 1 and (args.split_target == "yes" or args.split_target == "auto" and size > memory / 2)
+    print(f"eagle3 {job}: {where(args, ranks)}" + ", the target is split" * is_split)
+    target = eagle3.load_target(args.target, args.dtype, args.device, ranks if is_split else Shard())
+    eagle3.pack(target)
+    return target
 
 
 # -----------------------------------------------------------------------------
@@ -155,14 +159,8 @@ def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[
     return rows, sum(count for reason, count in report.items() if reason.startswith("skipped"))
 
 
-def machine(args, ranks: Shard, shard: Shard = Shard()) -> str:
-    return (f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, rank {ranks.rank} of {ranks.size}"
-            + (", the target is split" if shard.size > 1 else ""))
-
-
 class OnlineRows:
-    """Rows whose hidden states the target computes when they are needed. Of each batch a rank trains on its own rows; a split target computes
-    all ranks' rows, a whole one only its own rank's."""
+    """Rows whose hidden states the target computes when they are needed. A rank trains on its own; a split target computes all ranks' rows."""
 
     def __init__(self, target: Target, layout: FeatureLayout, rows: list[Row], args, ranks: Shard):
         self.target, self.rows, self.args, self.ranks = target, rows, args, ranks
@@ -209,12 +207,11 @@ class StoredRows:
 
 def regenerate(args, ranks: Shard) -> dict:
     """Let the target answer the prompts of --data itself, all turns, many conversations at once; appends each one when it is over."""
-    shard = target_shard(args, ranks)
+    target = load_own_part(args, ranks, "regenerate")
+    shard = target.shard
     rank, world = Shard() if shard.size > 1 else ranks  # a split target answers for all ranks; whole ones share the records
     out = Path(args.regenerate)
     out = out.with_suffix(f".{rank}{out.suffix}") if world > 1 else out
-    print(f"eagle3 regenerate: {machine(args, ranks, shard)}")
-    target = eagle3.load_target(args.target, args.dtype, args.device, shard)
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     length = min(args.max_length, target.config.max_position_embeddings)
     settings = [target.fingerprint, [(Path(file).name, Path(file).stat().st_size) for file in args.data], length, args.max_new_tokens,
@@ -227,9 +224,9 @@ def regenerate(args, ranks: Shard) -> dict:
     engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, sizes=(args.max_batch,))
     if not args.no_compile:
         engine.compile()
-    running, report, tokens, begun = {}, Counter(), 0, time.perf_counter()  # running: request -> conversation, its name and index
+    running, report, tokens, begun = {}, Counter(), 0, time.perf_counter()  # running: request -> conversation
 
-    def go_on(conversation: eagle3.Conversation, name: str, index: int) -> None:
+    def go_on(conversation: eagle3.Conversation) -> None:
         """Submit the conversation's next turn; write it when there is none, or it cannot be asked. Raises what was wrong with the first turn."""
         try:
             prompt = conversation.next_prompt()
@@ -237,13 +234,13 @@ def regenerate(args, ranks: Shard) -> dict:
                 raise ValueError(f"a first prompt that leaves no room for --max-new-tokens {args.max_new_tokens} within {length} tokens (see "
                                  "--max-length)")
             if prompt:
-                request = engine.submit(prompt, args.max_new_tokens, sampling=replace(args.sampling, seed=args.seed + index))
-                running[request] = (conversation, name, index)
+                sampling = replace(args.sampling, seed=args.seed + conversation.index)
+                running[engine.submit(prompt, args.max_new_tokens, sampling=sampling)] = conversation
                 return
         except eagle3.MALFORMED:  # the turns before this one are good
             if not conversation.rows:
                 raise
-        file.write(conversation.lines(index, name, made))
+        file.write(conversation.lines(made))
         file.flush()
         bar.update()
 
@@ -254,7 +251,7 @@ def regenerate(args, ranks: Shard) -> dict:
             try:
                 if record is None:
                     raise ValueError("not a JSON object in UTF-8")
-                go_on(eagle3.Conversation(record, tokenizer() if eagle3.needs_tokenizer(record) else None), name, index)
+                go_on(eagle3.Conversation(record, tokenizer() if eagle3.needs_tokenizer(record) else None, index, name))
             except eagle3.MALFORMED as error:
                 report[eagle3.why_skipped(error)] += 1
 
@@ -265,12 +262,12 @@ def regenerate(args, ranks: Shard) -> dict:
                 tokens += len(new)
                 if request.finish_reason is None or request not in running:  # a short answer comes twice: the prefill's token, then the round's
                     continue
-                conversation, name, index = running.pop(request)
+                conversation = running.pop(request)
                 if request.finish_reason == "error":
                     report["skipped: the target's logits were not finite (check its weights and --dtype)"] += 1
-                    continue
-                conversation.answer(request.prompt, request.output, request.finish_reason == "stop")
-                go_on(conversation, name, index)
+                else:
+                    conversation.answer(request.prompt, request.output, request.finish_reason == "stop")
+                    go_on(conversation)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begun):.0f} tok/s", refresh=False)
             fill(records)
     for reason, count in report.most_common():
@@ -280,14 +277,11 @@ def regenerate(args, ranks: Shard) -> dict:
 
 
 def extract(args, ranks: Shard) -> dict:
-    """Store the target's hidden states of all rows, or of what is missing. Each rank writes its own rows; a split target computes those of
-    all ranks, a whole one only its own rank's."""
+    """Store the target's hidden states of all rows, or of what is missing. Each rank writes its own; a split target computes those of all."""
     config = eagle3.read_target_config(args.target)
-    layout = stated_layout(config, args)
-    shard = target_shard(args, ranks)
-    print(f"eagle3 extract: {machine(args, ranks, shard)}")
-    target = eagle3.load_target(args.target, args.dtype, args.device, shard)
-    eagle3.pack(target)
+    layout = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
+    target = load_own_part(args, ranks, "extract")
+    shard = target.shard
     rows, skipped = load_rows(args.data, cache(partial(eagle3.load_tokenizer, args.target)), config, args.max_length)
     folder = FeatureFolder.create(args.extract, layout, target, rows)
     missing = eagle3.share(folder.missing(), shard)  # a split target computes the same rows everywhere
@@ -347,28 +341,27 @@ def inspect(args) -> dict:
             contents.add(key)
             if row.hidden:
                 first.append((row.tokens[:256], {name: hidden[:256] for name, hidden in row.hidden.items()}))
-    there = Counter(path.parent for path in paths)
-    for group, count in there.items():
-        print(f"  {group.relative_to(root)}: {count - sum(path.parent == group for path in missing)} of {count} rows")
+    groups, gone = (Counter(path.parent for path in some) for some in (paths, missing))
+    for group, count in groups.items():
+        print(f"  {group.relative_to(root)}: {count - gone[group]} of {count} rows")
     for what, names in (("missing", missing), ("not sound", unsound), ("not part of this folder", strangers)):
         if names:
             print(f"  {len(names)} {what}: {'; '.join(map(str, names[:5]))}" + (" ..." if len(names) > 5 else ""))
     print(f"  {totals['tokens']} tokens (longest row {totals['longest']}), {100 * totals['supervised'] / max(totals['tokens'], 1):.1f} % "
           f"supervised, {totals['empty']} rows with nothing supervised, {totals['double']} rows that are there twice")
-    summary = {"rows": len(paths), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers),
-               "duplicates": totals["double"], "tokens": totals["tokens"], "supervised": totals["supervised"], "blocks": None, "cause": None}
+    matches, fault = [], None
     if args.target and first:  # in their own dtype: rounding sends tokens to other experts
         target = eagle3.load_target(args.target, folder.dtype, args.device)
         if folder.layout.hidden_size != target.config.hidden_size:
             raise ValueError(f"these features are {folder.layout.hidden_size} wide, the target's hidden size is {target.config.hidden_size}: "
                              "name the target that they were made with")
         matches = eagle3.identify_blocks(first, target)
-        print("".join(f"  {match}\n" for match in matches), end="")
-        summary["blocks"] = {match.claimed: match.best if match.similarity >= eagle3.MATCH else None for match in matches}
         fault = eagle3.wiring_fault(matches, folder.fingerprint["weights"] != target.fingerprint["weights"])
-        summary["cause"] = fault and fault[0]
-        print(f"  WIRING: {fault[0]}: {fault[1]}" if fault else "  every block is what its name says")
-    return summary
+        print("".join(f"  {match}\n" for match in matches)
+              + (f"  WIRING: {fault[0]}: {fault[1]}" if fault else "  every block is what its name says"))
+    return {"rows": len(paths), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": totals["double"],
+            "tokens": totals["tokens"], "supervised": totals["supervised"], "cause": fault and fault[0],
+            "blocks": {match.claimed: match.best if match.similarity >= eagle3.MATCH else None for match in matches} or None}
 
 
 # -----------------------------------------------------------------------------
@@ -382,13 +375,13 @@ def shown(rates: list[float]) -> str:
 def learning_rate(step: int, total: int, peak: float) -> float:
     """Linear warm-up over 1.5 % of the steps, then cosine down to a tenth."""
     warmup = max(1, round(0.015 * total))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))))
+    cosine = math.cos(math.pi * (step - warmup) / max(1, total - warmup))
+    return peak * ((step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + cosine))
 
 
-def autocast(args):
-    return torch.autocast(args.device.split(":")[0], torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
+def forward(head: DraftHead, batch: eagle3.TTTBatch, args, num_counted: torch.Tensor | None = None) -> tuple[torch.Tensor, TTTStats]:
+    with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        return eagle3.ttt_loss(head, batch, num_counted)
 
 
 def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args) -> tuple[TTTStats, float]:
@@ -404,8 +397,7 @@ def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, load
         return stats, 0.0
     optimizer.zero_grad()
     for batch in prepared:
-        with autocast(args):
-            loss, part = eagle3.ttt_loss(head, batch, num_counted)
+        loss, part = forward(head, batch, args, num_counted)
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} on rows {', '.join(names)}: lower --lr, or look at these rows")
         loss.backward()
@@ -433,8 +425,7 @@ def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> d
     """Restore head and optimizer; refuses, by name, settings that would change the curve."""
     stored = eagle3.open_tensors(file)
     state = json.loads(stored.metadata()["state"])
-    was = {"chain_share": 1.0, **state["settings"]}  # older checkpoints do not say
-    changed = [f"{key} was {was.get(key)}, now {value}" for key, value in settings.items() if value != was.get(key)]
+    changed = [f"{key} was {was}, now {value}" for key, value in settings.items() if value != (was := state["settings"].get(key))]
     if changed:
         raise ValueError(f"--resume continues the same run, but {'; '.join(changed)}: give the same options, or another --out")
     head.load_state_dict({name: stored.get_tensor(f"head.{name}") for name in head.state_dict()})
@@ -444,19 +435,13 @@ def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> d
     return state
 
 
-def stated_layout(config: TargetConfig, args) -> FeatureLayout:
-    return (FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers) if args.layers
-            else FeatureLayout.default(config.hidden_size, config.num_layers))
-
-
 def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
     V = target.config.vocab_size
     size = args.draft_vocab_size or eagle3.default_draft_vocab_size(V)
     config = DraftConfig.for_target(target.config, layout, size, **args.changes)
-    head = DraftHead(config).init_weights(args.seed)
-    head.set_draft_ids(eagle3.choose_draft_ids(counts, config.draft_vocab_size))
-    print(f"features {config.layout}, draft vocabulary {config.draft_vocab_size} of {V} "
+    head = DraftHead(config, eagle3.choose_draft_ids(counts, size)).init_weights(args.seed)
+    print(f"features {layout}, draft vocabulary {size} of {V} "
           f"({100 * counts[head.t2d].sum().item() / max(1, counts.sum().item()):.1f} % of the supervised tokens)")
     if args.dtype == "float64":
         head.double()
@@ -466,31 +451,28 @@ def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.T
 def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows, int]:
     """Head, training rows, held-out rows, and how many lines were skipped."""
     config = eagle3.read_target_config(args.target)
-    layout = stated_layout(config, args)
+    layout = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
     for file in (*args.data, *filter(None, [args.held_out])):
         if not Path(file).is_file():
             raise FileNotFoundError(f"{file} is not there")
-    shard = target_shard(args, ranks)
-    print(f"eagle3 train: {machine(args, ranks, shard)}")
-    target = eagle3.load_target(args.target, args.dtype, args.device, shard)
-    eagle3.pack(target)
+    target = load_own_part(args, ranks, "train")
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     rows, skipped = load_rows(args.data, tokenizer, config, args.max_length)
     count = 0 if args.held_out else eagle3.held_out_count(len(rows))
     held_out = rows[-count:] if count else load_rows([args.held_out], tokenizer, config, args.max_length)[0]
     rows = rows[:len(rows) - count]
-    ends = eagle3.load_target_ends(args.target, args.dtype, args.device) if shard.size > 1 else target  # what a rank's own rows need
+    ends = eagle3.load_target_ends(args.target, args.dtype, args.device) if target.shard.size > 1 else target  # what a rank's own rows need
     head = new_head(layout, ends, eagle3.token_counts(rows, config.vocab_size), args)
     return head, *(OnlineRows(target, layout, part, args, ranks) for part in (rows, held_out)), skipped
 
 
 def offline(args, ranks: Shard) -> tuple[DraftHead, StoredRows, StoredRows, int]:
     """The same from stored features; of the target only its two ends are loaded."""
-    print(f"eagle3 train: {machine(args, ranks)}")
+    print(f"eagle3 train: {where(args, ranks)}")
     folder = FeatureFolder(args.features)
     target = eagle3.load_target_ends(args.target, args.dtype, args.device)
     eagle3.require_same_target(folder.fingerprint, target.fingerprint, f"the features in {folder.folder}", "the one that is loaded")
-    layout = stated_layout(target.config, args) if args.layers else folder.layout
+    layout = FeatureLayout.parse(args.layers, target.config.hidden_size, target.config.num_layers) if args.layers else folder.layout
     folder.layout.require(replace(folder.layout, hidden_size=layout.hidden_size, num_layers=layout.num_layers), f"the features in {folder.folder}",
                           "the target")
     layout.require_stored(folder.names, str(folder.folder))
@@ -575,8 +557,7 @@ def score(head: DraftHead, source: OnlineRows | StoredRows, args) -> TTTStats:
         found = source.inputs(source.load(indices[start:start + args.batch_size]))
         if found:
             own, *inputs = found
-            with autocast(args):
-                stats = stats + eagle3.ttt_loss(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own]))[1]
+            stats = stats + forward(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own]), args)[1]
     stats = stats.summed(source.ranks)
     if not stats.num_trained.any():
         raise ValueError("no held-out row is left to score: all were skipped by --extract")
@@ -590,11 +571,8 @@ def eval_prompt(row: Row) -> list[int]:
 
 
 def evaluate(head: DraftHead, source: OnlineRows | StoredRows, out: Path, args) -> dict:
-    """Score held-out rows and, where the whole target is there, serve held-out prompts with the head as it was saved; simulate
-    serving on the rows that serving wrote.
-
-    The last two are acceptance lengths of the same text, one measured and one predicted: where they differ, the wiring is at fault.
-    """
+    """Score held-out rows and, where the target is there, serve held-out prompts with the head as it was saved, and simulate serving on what
+    that wrote: two acceptance lengths of one text, measured and predicted. Where they differ, the wiring is at fault."""
     held, steps = score(head, source, args), args.ttt_steps
     simulated = held.simulated_acceptance_length or 1.0  # no round at all: every answer is two tokens long
     summary = {"loss": round(held.loss, 4), "accuracy": [round(a, 4) for a in held.accuracy],
@@ -694,16 +672,11 @@ def compare_speeds(args) -> dict:
     print(f"Each pass of the target gave {stats.acceptance_length:.2f} tokens instead of 1: its head guessed {spec.num_steps} ahead, of which "
           + ", ".join(f"{100 * rate:.0f} %" for rate in stats.per_position_acceptance(spec.num_steps)) + " were right so far; "
           f"the same {len(prompts)} texts came {speedup:.2f} times as fast as without the head, measured in turns.")
-    if speedup <= 1:
-        step, round_ = (sorted(r.ms for r in engine.rounds)[len(engine.rounds) // 2] for engine in (plain, fast))
-        print(f"So it does not pay here: a round took {round_ / step:.2f} plain steps ({round_:.1f} ms against {step:.1f}). For so small a target the "
-              "head is no small part of the work; a larger target, whose step costs many times the head's, is where it pays.")
     return {"tokens_per_pass": round(stats.acceptance_length, 2), "speedup": round(speedup, 2)}
 
 
 def demo(args, ranks: Shard) -> dict:
-    """Target, head and report with nothing downloaded. The target answers for its head's training rows, and the head is trained on these, through
-    the same regenerate() and train() as for any other."""
+    """Target, head and report with nothing downloaded: the same regenerate() and train() as for any other."""
     target, prompts, answers, out = (DEMO / name for name in ("target", "prompts.jsonl", "answers.jsonl", "draft"))
     args.target, args.data, args.out = str(target), [str(answers)], str(out)
     asked = {**vars(args), "data": [str(prompts)], "regenerate": str(answers), "sampling": DEMO_SAMPLING, "temperature": DEMO_SAMPLING.temperature,
