@@ -3233,6 +3233,8 @@ def read_rows(paths, tokenizer, max_length: int, eos_token_ids, vocab_size: int,
             if reason:
                 report[reason] += 1
                 first.setdefault(reason, name)
+    if not rows:
+        raise ValueError(f"no usable row in {', '.join(map(str, paths))}: {'; '.join(report) or 'the file is empty'}")
     return rows, report, first
 
 

@@ -35,8 +35,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eagle3
-from eagle3 import (DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, Shard, SpecConfig, SpecStats, Target, TargetConfig, TargetEnds,
-                    TTTStats)
+from eagle3 import DraftConfig, DraftHead, FeatureFolder, FeatureLayout, Row, Shard, SpecConfig, SpecStats, Target, TTTStats
 
 DEMO, DEMO_STEPS, DEMO_SAMPLING = Path("runs/demo"), (200, 440), eagle3.Sampling(0.7, seed=1)  # optimizer steps of its target and head
 DEMO_ROWS, DEMO_PROMPT, DEMO_NEW_TOKENS = 512, 32, 160  # what the target writes for its head: rows, and bytes that are given and made of each
@@ -100,9 +99,8 @@ def parse_args(argv=None) -> argparse.Namespace:
             (jobs != bool(args.target) or sources != bool(args.target) or args.features and not args.out,
              "a real target takes --target, --data and one of --out, --extract and --regenerate; or --target, --features and --out (with none of "
              "them, train.py runs the demo)"),
-            (args.head and not args.out, "--head describes the head that --out trains"),
-            (args.regenerate and (args.layers or args.held_out) or not args.out and args.resume,
-             "--resume belongs to --out (the others go on by themselves), --layers and --held-out to heads and features"),
+            (args.head and not args.out or args.regenerate and (args.layers or args.held_out) or not args.out and args.resume,
+             "--head and --resume belong to --out (the others go on by themselves), --layers and --held-out to heads and features"),
             (args.features and (args.held_out or args.max_length),
              "--features hold the rows as they were extracted: --held-out and --max-length belong to --data"),
             (not 0 < args.chain_share <= 1, f"--chain-share must be above 0, and at most 1: got {args.chain_share}")):
@@ -128,18 +126,14 @@ def begun_dtype(args) -> str | None:
     return next((match[1].decode() for match in found if match), None)
 
 
-def where(args, ranks: Shard) -> str:
-    return f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, rank {ranks.rank} of {ranks.size}"
-
-
-def load_own_part(args, ranks: Shard, job: str) -> Target:
-    """The target, or this rank's part of it if it has to be split. Says what runs here."""
+def load_own_part(args, ranks: Shard) -> Target:
+    """The target, or this rank's part of it if it has to be split."""
     with torch.device("meta"):
         size = eagle3.stored_bytes(Target(eagle3.read_target_config(args.target)), eagle3.torch_dtype(args.dtype))
     memory = (torch.cuda.get_device_properties(args.device).total_memory if args.device.startswith("cuda")
               else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     is_split = ranks.size > 1 and (args.split_target == "yes" or args.split_target == "auto" and size > memory / 2)
-    print(f"eagle3 {job}: {where(args, ranks)}" + ", the target is split" * is_split)
+    print(f"the target is split over {ranks.size} ranks\n" * is_split, end="")
     target = eagle3.load_target(args.target, args.dtype, args.device, ranks if is_split else Shard())
     eagle3.pack(target)
     return target
@@ -149,13 +143,11 @@ def load_own_part(args, ranks: Shard, job: str) -> Target:
 # Rows
 
 
-def load_rows(paths, tokenizer, config: TargetConfig, max_length: int) -> tuple[list[Row], int]:
+def load_rows(paths, tokenizer, config: eagle3.TargetConfig, max_length: int) -> tuple[list[Row], int]:
     """All usable rows, and how many were skipped; what was skipped or cut is shown with its reason and first line."""
     rows, report, first = eagle3.read_rows(paths, tokenizer, max_length, config.eos_token_ids, config.vocab_size)
     for reason, count in report.most_common():
         print(f"  {count} rows {reason} (first: {first[reason]})")
-    if not rows:
-        raise ValueError(f"no usable row in {', '.join(map(str, paths))}: {'; '.join(report) or 'the file is empty'}")
     return rows, sum(count for reason, count in report.items() if reason.startswith("skipped"))
 
 
@@ -207,7 +199,7 @@ class StoredRows:
 
 def regenerate(args, ranks: Shard) -> dict:
     """Let the target answer the prompts of --data itself, all turns, many conversations at once; appends each one when it is over."""
-    target = load_own_part(args, ranks, "regenerate")
+    target = load_own_part(args, ranks)
     shard = target.shard
     rank, world = Shard() if shard.size > 1 else ranks  # a split target answers for all ranks; whole ones share the records
     out = Path(args.regenerate)
@@ -241,7 +233,6 @@ def regenerate(args, ranks: Shard) -> dict:
             if not conversation.rows:
                 raise
         file.write(conversation.lines(made))
-        file.flush()
         bar.update()
 
     def fill(records) -> None:
@@ -255,7 +246,7 @@ def regenerate(args, ranks: Shard) -> dict:
             except eagle3.MALFORMED as error:
                 report[eagle3.why_skipped(error)] += 1
 
-    with open(os.devnull if shard.rank else out, "a", encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="") as bar:
+    with open(os.devnull if shard.rank else out, "a", 1, encoding="utf-8") as file, tqdm(initial=len(done), desc="conversations", unit="") as bar:
         fill(records)
         while engine.busy:
             for request, new in engine.step():
@@ -280,7 +271,7 @@ def extract(args, ranks: Shard) -> dict:
     """Store the target's hidden states of all rows, or of what is missing. Each rank writes its own; a split target computes those of all."""
     config = eagle3.read_target_config(args.target)
     layout = FeatureLayout.parse(args.layers, config.hidden_size, config.num_layers)
-    target = load_own_part(args, ranks, "extract")
+    target = load_own_part(args, ranks)
     shard = target.shard
     rows, skipped = load_rows(args.data, cache(partial(eagle3.load_tokenizer, args.target)), config, args.max_length)
     folder = FeatureFolder.create(args.extract, layout, target, rows)
@@ -326,7 +317,7 @@ def inspect(args) -> dict:
     print(f"{root}: {folder.layout}, teacher {folder.teacher}, {folder.dtype}, {folder.num_rows} rows")
     paths = [folder.path(i) for i in range(folder.num_rows)]
     strangers = sorted({*root.rglob("*.safetensors")} - {*paths, root / "rows.safetensors"})
-    missing, unsound, first, contents, totals = [], [], [], set(), Counter()  # contents: hashes, to find rows that are there twice
+    missing, unsound, first, contents, totals = [], [], [], [], Counter()  # contents: hashes, to find rows that are there twice
     for i, path in enumerate(tqdm(paths, desc="rows", unit="row")):
         try:
             row = folder.read(i, () if len(first) >= 4 else None)
@@ -335,10 +326,8 @@ def inspect(args) -> dict:
         except ValueError as error:
             unsound.append(str(error))
         else:
-            key = hash(row.tokens.numpy().tobytes())
-            totals.update(tokens=len(row.tokens), supervised=int(row.loss_mask.sum()), empty=not row.loss_mask.any(), double=key in contents)
-            totals["longest"] = max(totals["longest"], len(row.tokens))
-            contents.add(key)
+            totals.update(tokens=len(row.tokens), supervised=int(row.loss_mask.sum()), empty=not row.loss_mask.any())
+            contents.append(hash(row.tokens.numpy().tobytes()))
             if row.hidden:
                 first.append((row.tokens[:256], {name: hidden[:256] for name, hidden in row.hidden.items()}))
     groups, gone = (Counter(path.parent for path in some) for some in (paths, missing))
@@ -347,8 +336,9 @@ def inspect(args) -> dict:
     for what, names in (("missing", missing), ("not sound", unsound), ("not part of this folder", strangers)):
         if names:
             print(f"  {len(names)} {what}: {'; '.join(map(str, names[:5]))}" + (" ..." if len(names) > 5 else ""))
-    print(f"  {totals['tokens']} tokens (longest row {totals['longest']}), {100 * totals['supervised'] / max(totals['tokens'], 1):.1f} % "
-          f"supervised, {totals['empty']} rows with nothing supervised, {totals['double']} rows that are there twice")
+    double = len(contents) - len(set(contents))
+    print(f"  {totals['tokens']} tokens (longest row {max(folder.lengths)}), {100 * totals['supervised'] / max(totals['tokens'], 1):.1f} % "
+          f"supervised, {totals['empty']} rows with nothing supervised, {double} rows that are there twice")
     matches, fault = [], None
     if args.target and first:  # in their own dtype: rounding sends tokens to other experts
         target = eagle3.load_target(args.target, folder.dtype, args.device)
@@ -359,7 +349,7 @@ def inspect(args) -> dict:
         fault = eagle3.wiring_fault(matches, folder.fingerprint["weights"] != target.fingerprint["weights"])
         print("".join(f"  {match}\n" for match in matches)
               + (f"  WIRING: {fault[0]}: {fault[1]}" if fault else "  every block is what its name says"))
-    return {"rows": len(paths), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": totals["double"],
+    return {"rows": len(paths), "missing": len(missing), "unsound": len(unsound), "foreign": len(strangers), "duplicates": double,
             "tokens": totals["tokens"], "supervised": totals["supervised"], "cause": fault and fault[0],
             "blocks": {match.claimed: match.best if match.similarity >= eagle3.MATCH else None for match in matches} or None}
 
@@ -386,13 +376,12 @@ def forward(head: DraftHead, batch: eagle3.TTTBatch, args, num_counted: torch.Te
 
 def train_step(head: DraftHead, source: OnlineRows | StoredRows, optimizer, loaded: list[list], step: int, args) -> tuple[TTTStats, float]:
     """One optimizer step over accumulated batches; returns its statistics, over all ranks, and the gradient norm before clipping."""
-    ranks, prepared, names = source.ranks, [], []
+    ranks, prepared, names, stats = source.ranks, [], [], TTTStats.zeros(args.ttt_steps)
     for own, *inputs in filter(None, map(source.inputs, loaded)):  # this rank may have no rows here, and --extract may have skipped them
         seeds = [zlib.crc32(repr((args.seed, step, row.tokens.tolist())).encode()) for row in own]  # whatever the rank, and the source
         prepared.append(eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own], args.chain_share, seeds))
         names += [row.name for row in own]
     num_counted = eagle3.all_reduce(sum((batch.num_counted for batch in prepared), torch.zeros(args.ttt_steps, dtype=torch.int64)), ranks)
-    stats = TTTStats.zeros(args.ttt_steps)
     if not num_counted.any():
         return stats, 0.0
     optimizer.zero_grad()
@@ -435,7 +424,7 @@ def load_checkpoint(file: Path, head: DraftHead, optimizer, settings: dict) -> d
     return state
 
 
-def new_head(layout: FeatureLayout, target: Target | TargetEnds, counts: torch.Tensor, args) -> DraftHead:
+def new_head(layout: FeatureLayout, target: Target | eagle3.TargetEnds, counts: torch.Tensor, args) -> DraftHead:
     """A head with random weights, its draft vocabulary chosen from the rows' supervised tokens."""
     V = target.config.vocab_size
     size = args.draft_vocab_size or eagle3.default_draft_vocab_size(V)
@@ -455,7 +444,7 @@ def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows, int]:
     for file in (*args.data, *filter(None, [args.held_out])):
         if not Path(file).is_file():
             raise FileNotFoundError(f"{file} is not there")
-    target = load_own_part(args, ranks, "train")
+    target = load_own_part(args, ranks)
     tokenizer = cache(partial(eagle3.load_tokenizer, args.target))
     rows, skipped = load_rows(args.data, tokenizer, config, args.max_length)
     count = 0 if args.held_out else eagle3.held_out_count(len(rows))
@@ -468,7 +457,6 @@ def online(args, ranks: Shard) -> tuple[DraftHead, OnlineRows, OnlineRows, int]:
 
 def offline(args, ranks: Shard) -> tuple[DraftHead, StoredRows, StoredRows, int]:
     """The same from stored features; of the target only its two ends are loaded."""
-    print(f"eagle3 train: {where(args, ranks)}")
     folder = FeatureFolder(args.features)
     target = eagle3.load_target_ends(args.target, args.dtype, args.device)
     eagle3.require_same_target(folder.fingerprint, target.fingerprint, f"the features in {folder.folder}", "the one that is loaded")
@@ -502,9 +490,8 @@ def train(args, ranks: Shard = Shard()) -> dict:
     settings = {"layers": head.config.layout.flag, "draft_vocab_size": head.config.draft_vocab_size, "steps": total,
                 **{key: getattr(args, key) for key in ("head", "ttt_steps", "chain_share", "max_length", "batch_size", "accumulate", "lr", "seed", "dtype")},
                 "rows": source.identity, "target": head.target.fingerprint}
-    state = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
-    if args.resume:
-        state = load_checkpoint(checkpoint, head, optimizer, settings)
+    new = {"step": 0, "tokens": 0, "seconds": 0.0, "settings": settings}
+    state = load_checkpoint(checkpoint, head, optimizer, settings) if args.resume else new
     out.mkdir(parents=True, exist_ok=True)
     metrics = out / "metrics.jsonl" if ranks.rank == 0 else Path(os.devnull)
     if ranks.rank == 0:  # lines behind the checkpoint belong to steps that will be made again
@@ -534,8 +521,7 @@ def train(args, ranks: Shard = Shard()) -> dict:
             bar.set_postfix_str(f"loss {stats.loss:.2f}, acc {shown(stats.accuracy)}, " + (f"acceptance {simulated:.2f}, " if simulated else "")
                                 + f"{state['tokens'] / state['seconds']:.0f} tok/s")
             bar.update()
-            is_due = step + 1 == total or args.save_every and (step + 1) % args.save_every == 0
-            if is_due and ranks.rank == 0:
+            if ranks.rank == 0 and (step + 1 == total or args.save_every and (step + 1) % args.save_every == 0):
                 save_checkpoint(checkpoint.parent, head, optimizer, state)
     bar.close()
     if ranks.rank == 0:
@@ -553,11 +539,9 @@ def train(args, ranks: Shard = Shard()) -> dict:
 def score(head: DraftHead, source: OnlineRows | StoredRows, args) -> TTTStats:
     """Teacher-forced statistics of the head on the first rows, over all ranks."""
     stats, indices = TTTStats.zeros(args.ttt_steps), list(range(len(source.lengths)))[:EVAL_ROWS]
-    for start in tqdm(range(0, len(indices), args.batch_size), desc="scoring", unit="batch", leave=False):
-        found = source.inputs(source.load(indices[start:start + args.batch_size]))
-        if found:
-            own, *inputs = found
-            stats = stats + forward(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own]), args)[1]
+    batches = [indices[start:start + args.batch_size] for start in range(0, len(indices), args.batch_size)]
+    for own, *inputs in filter(None, map(source.inputs, map(source.load, tqdm(batches, desc="scoring", unit="batch", leave=False)))):
+        stats = stats + forward(head, eagle3.prepare_ttt(head, *inputs, args.ttt_steps, [row.name for row in own]), args)[1]
     stats = stats.summed(source.ranks)
     if not stats.num_trained.any():
         raise ValueError("no held-out row is left to score: all were skipped by --extract")
@@ -610,7 +594,7 @@ def evaluate(head: DraftHead, source: OnlineRows | StoredRows, out: Path, args) 
 def make_demo_target(folder: Path, prompts: Path, args) -> None:
     """Train a small byte-level Llama on the source of Python's standard library, and write beginnings for it to go on from."""
     torch.manual_seed(0)
-    target = Target(TargetConfig.from_json({
+    target = Target(eagle3.TargetConfig.from_json({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4,
         "num_key_value_heads": 1, "vocab_size": eagle3.ByteTokenizer.vocab_size, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
         "eos_token_id": eagle3.ByteTokenizer.eos_id})).to(args.device)
@@ -623,9 +607,8 @@ def make_demo_target(folder: Path, prompts: Path, args) -> None:
                   torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     steps, B, T = DEMO_STEPS[0], 32, 128
     modules = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-    held_out = modules[::20]
-    del modules[::20]
-    train_bytes, held_bytes = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8).long() for part in (modules, held_out))
+    parts = [[module for i, module in enumerate(modules) if (i % 20 == 0) == is_held_out] for is_held_out in (False, True)]
+    train_bytes, held_bytes = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8).long() for part in parts)
 
     def loss_on(data: torch.Tensor, count: int, generator=None) -> torch.Tensor:
         starts = torch.randint(len(data) - T - 1, (count,), generator=generator)
@@ -658,8 +641,7 @@ def compare_speeds(args) -> dict:
     target = eagle3.load_target(args.target, args.dtype, args.device)
     head, tokenizer, spec = eagle3.load_draft(args.out, target), eagle3.load_tokenizer(args.target), SpecConfig(3, 1, 4)
     prompts = [tokenizer.encode(text) for text in ("import os", "class Parser:\n", "def main(", "    if not ", "# Copyright", "try:\n")]
-    length = 64 + DEMO_NEW_TOKENS
-    plain, fast = eagle3.Engine(target, max_length=length), eagle3.Engine(target, head, spec, max_length=length)
+    plain, fast = (eagle3.Engine(target, *more, max_length=64 + DEMO_NEW_TOKENS) for more in ((), (head, spec)))
     seconds, answers = {plain: [], fast: []}, {plain: [], fast: []}
     for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc="with and without the head", unit="prompt")):  # the first turn warms up
         for engine in (plain, fast) if turn % 2 else (fast, plain):
@@ -703,6 +685,8 @@ def main(ranks: Shard = Shard(), argv=None) -> dict:
     args.dtype = args.dtype or eagle3.share(begun_dtype(args), ranks)
     args.dtype = args.dtype or eagle3.choose_dtype("bfloat16", args.device, "decoding" if args.regenerate else "training", ranks)
     run = extract if args.extract else regenerate if args.regenerate else train if args.target else demo
+    print(f"eagle3 {run.__name__}: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, rank {ranks.rank} of "
+          f"{ranks.size}")
     try:
         return run(args, ranks)
     except KeyboardInterrupt:
