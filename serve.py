@@ -80,24 +80,23 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--min-p", type=float, default=0.0, help="sample from those at least min-p times as likely as the most likely (0 = all)")
     add("--seed", type=int, default=0, help="of the sampling noise")
     # machine
-    add("--no-compile", action="store_true", help="--bench and the server without torch.compile (one-off answers are never compiled: it would "
-        "cost more than it saves)")
-    add("--dtype", choices=list(TIE), help="of target and head (default: as the target is stored, but float32 on a CPU that decodes faster in it)")
+    add("--no-compile", action="store_true", help="--bench and the server without torch.compile (one-off answers are never compiled)")
+    add("--dtype", choices=list(TIE), help="of target and head (default: as stored, but float32 on a CPU that decodes faster in it)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     jobs = sum(x is not None for x in (args.prompt, args.prompt_ids, args.bench, args.check))
-    if jobs > 1:
-        raise ValueError("give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE and --check FEATURES|DATA (none: the server)")
-    if jobs and args.max_length:
-        raise ValueError("--max-length belongs to the server")
     args.max_batch = (1 if jobs else 8) if args.max_batch is None else args.max_batch
-    if args.check and not (args.target and args.draft):
-        raise ValueError("--check needs --target and --draft")
-    if args.held_out and not args.check:
-        raise ValueError("--held-out belongs to --check")
+    for is_wrong, text in (
+            (jobs > 1, "give at most one of --prompt TEXT, --prompt-ids 1,2,3, --bench FILE and --check FEATURES|DATA (none: the server)"),
+            (jobs and args.max_length, "--max-length belongs to the server"),
+            (args.check and not (args.target and args.draft), "--check needs --target and --draft"),
+            (args.held_out and not args.check, "--held-out belongs to --check"),
+            (args.draft and not args.target, "--draft needs its --target"),
+            (args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)),
+             "--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")):
+        if is_wrong:
+            raise ValueError(text)
     eagle3.require_at_least(args, 1, "limit", "max_new_tokens", "max_batch", "max_length", "max_queue")
-    if args.target and not args.draft and any((args.layers, args.num_steps, args.draft_topk, args.num_draft_tokens)):
-        raise ValueError("--layers, --num-steps, --draft-topk and --num-draft-tokens are about a draft head: give --draft")
     args.device = eagle3.torch_device(args.device)
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     args.name = args.name or Path(args.target or DEMO / "target").resolve().name
@@ -128,8 +127,6 @@ def load(args, ranks: Shard):
     """Target, head (or None) and spec (or None), this rank's part of them; prints what was resolved."""
     spec = resolve_spec(args)  # before any weights are read
     if args.target is None:
-        if args.draft is not None:
-            raise ValueError("--draft needs its --target")
         args.target, args.draft = DEMO / "target", DEMO / "draft"
         if not (args.draft / "config.json").exists():
             raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` "
@@ -171,8 +168,7 @@ def answer(args, ranks: Shard) -> dict:
     if request.finish_reason == "error":
         raise ValueError("the target's logits were not finite: check its weights and --dtype")
     return {"prompt_tokens": len(prompt), "new_tokens": len(request.output), "finish_reason": request.finish_reason,
-            "tok_s": round(len(request.output) / seconds, 1),
-            "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
+            "tok_s": round(len(request.output) / seconds, 1), "acceptance_length": rounded(request.stats.acceptance_length if head else None)}
 
 
 def rounded(x: float | None, digits: int = 3) -> float | None:
@@ -209,7 +205,7 @@ def read_prompts(path: str, args, config: eagle3.TargetConfig) -> list[Prompt]:
 
 @dataclass
 class Tally:
-    """What --bench saw of one category of prompts."""
+    """What --bench saw of some prompts."""
     prompts: int = 0
     ratios: list[float] = field(default_factory=list)  # speed-up by batch
     stats: SpecStats = field(default_factory=SpecStats)
@@ -232,31 +228,28 @@ def shape_name(shape: SpecConfig | None) -> str:
     return f"{shape.num_steps}-{shape.topk}-{shape.num_draft_tokens}" if shape else "none"
 
 
-def expected_speedup(plain, rounds) -> float | None:
-    """Tokens per ms of the shapes that ran, each at its median time, over those of plain rounds (prompts left out)."""
-    if not plain or not rounds:
-        return None
-    ms = sum(median_of(same, "ms") * len(same) for same in ([r for r in rounds if r.shape == shape] for shape in {r.shape for r in rounds}))
-    return sum(r.tokens / r.rows for r in rounds) / ms * median_of(plain, "ms")
-
-
-def shape_table(plain, rounds) -> dict[str, dict[str, float]]:
+def shape_table(ms_plain: float | None, rounds) -> dict[str, dict[str, float]]:
     """Of every draft shape that ran: the median ms of a round, and how many plain steps that is, which is the acceptance length from which on
-    it pays. What it gains at any acceptance length is that length over this one."""
+    it pays. What it gains at any acceptance length is that length over this one. Prints both."""
     found = {shape: median_of([r for r in rounds if r.shape == shape], "ms") for shape in dict.fromkeys(r.shape for r in rounds) if shape}
-    return {shape_name(shape): {"ms": ms, "break_even": ms / median_of(plain, "ms")} for shape, ms in found.items()} if plain else {}
+    table = {shape_name(shape): {"ms": ms, "break_even": ms / ms_plain} for shape, ms in found.items()} if ms_plain else {}
+    lines = [("shape", "ms a round", "break-even", *(f"{length} tokens" for length in SPEED_AT))] if table else []
+    for name, line in table.items():
+        gains = (f"{length / line['break_even']:.2f}x" for length in SPEED_AT)
+        lines.append((name, f"{line['ms']:.2f}", f"{line['break_even']:.2f}", *gains))
+    for line in lines:
+        print("  " + "".join(f"{cell:<12}" for cell in line))
+    return {name: {key: rounded(value) for key, value in line.items()} for name, line in table.items()}
 
 
-def print_table(lines: list[dict]) -> None:
-    """Dicts with equal keys, as columns below these."""
-    for line in ([dict(zip(lines[0], lines[0])), *lines] if lines else ()):
-        print("  " + "".join(f"{value!s:<{max(len(key) + 2, 10)}}" for key, value in line.items()))
-
-
-def timed(engine: Engine, prompts: list[list[int]], args):
-    begun = time.perf_counter()
-    requests = eagle3.run_requests(engine, prompts, args.max_new_tokens, sampling=args.sampling)
-    return requests, time.perf_counter() - begun
+def compare_texts(target, prompt: Prompt, plain: eagle3.Request, fast: eagle3.Request, args) -> tuple[bool, bool]:
+    """Whether the texts are the same, and whether they part at a rounding tie."""
+    parted = eagle3.first_divergence(target, prompt.ids, plain.output, fast.output, args.sampling)
+    is_tie = parted is not None and parted[1] < TIE[args.dtype]
+    if parted is not None:
+        tqdm.write(f"texts part after {parted[0]} tokens, where the two tokens' logits are {parted[1]:.2g} apart: "
+                   + ("a rounding tie" if is_tie else "NOT a tie"))
+    return parted is None, is_tie
 
 
 def bench(args, ranks: Shard) -> dict:
@@ -265,8 +258,7 @@ def bench(args, ranks: Shard) -> dict:
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = read_prompts(args.bench, args, target.config)
-    longest = max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens
-    size = dict(max_batch=args.max_batch, max_length=longest, sizes=(args.max_batch,))
+    size = dict(max_batch=args.max_batch, max_length=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens, sizes=(args.max_batch,))
     speculative = Engine(target, head, spec, **size)
     engines = {"plain": Engine(target, **size, margin=speculative.margin), "spec": speculative}
     for engine in engines.values() if args.no_compile else tqdm(engines.values(), desc="compiling", unit="engine"):  # warm-up, not timed
@@ -274,64 +266,46 @@ def bench(args, ranks: Shard) -> dict:
             engine.compile()
         eagle3.run_requests(engine, [prompt.ids for prompt in prompts[:args.max_batch]], min(8, args.max_new_tokens), sampling=args.sampling)
         engine.reset_measurements()
-    seconds, tokens = {"plain": 0.0, "spec": 0.0}, {"plain": 0, "spec": 0}
-    stats, ratios, identical, ties, tallies, by_prompt = SpecStats(), [], 0, 0, {}, []
-    shapes = spec if isinstance(spec, tuple) else (spec,)
-    ceiling, depth = max(shape.ceiling for shape in shapes), max(shape.num_steps for shape in shapes)
+    seconds, tokens, total, tallies, same, by_prompt = Counter(), Counter(), Tally(), {}, [], []
     for start in tqdm(range(0, len(prompts), args.max_batch), desc="plain and speculative", unit="batch"):
-        chosen, results, took = prompts[start:start + args.max_batch], {}, {}
-        batch = [prompt.ids for prompt in chosen]
+        chosen, results, rate = prompts[start:start + args.max_batch], {}, {}
         for name in ("plain", "spec") if start // args.max_batch % 2 == 0 else ("spec", "plain"):
-            results[name], took[name] = timed(engines[name], batch, args)
-            seconds[name] += took[name]
-            tokens[name] += sum(len(request.output) for request in results[name])
-        rate = {name: sum(len(r.output) for r in results[name]) / took[name] for name in results}
-        ratios.append(rate["spec"] / rate["plain"])
+            begun = time.perf_counter()
+            results[name] = eagle3.run_requests(engines[name], [prompt.ids for prompt in chosen], args.max_new_tokens, sampling=args.sampling)
+            took, count = time.perf_counter() - begun, sum(len(request.output) for request in results[name])
+            seconds[name], tokens[name], rate[name] = seconds[name] + took, tokens[name] + count, count / took
         names = {prompt.category for prompt in chosen}
-        tally = tallies.setdefault(names.pop() if len(names) == 1 else "mixed", Tally())
-        tally.prompts, tally.ratios = tally.prompts + len(chosen), tally.ratios + [ratios[-1]]
-        for prompt, plain, fast in zip(chosen, results["plain"], results["spec"]):
-            stats, tally.stats = stats + fast.stats, tally.stats + fast.stats
-            if fast.stats.rounds:
-                by_prompt.append((fast.stats.acceptance_length, prompt.name))
-            parted = eagle3.first_divergence(target, prompt.ids, plain.output, fast.output, args.sampling)
-            identical += parted is None
-            if parted is not None:
-                ties += parted[1] < TIE[args.dtype]
-                tqdm.write(f"texts part after {parted[0]} tokens, where the two tokens' logits are {parted[1]:.2g} apart: "
-                           + ("a rounding tie" if parted[1] < TIE[args.dtype] else "NOT a tie"))
-    rate = {name: tokens[name] / seconds[name] for name in seconds}
-    plain, rounds = engines["plain"].rounds, engines["spec"].rounds
-    drafted = [r for r in rounds if r.shape]
-    ms_plain, ms_drafted = median_of(plain, "ms"), median_of(drafted, "ms")
-    times = {part: median_of(drafted, part) for part in ("draft", "verify", "host")}
+        for tally in (total, tallies.setdefault(names.pop() if len(names) == 1 else "mixed", Tally())):
+            tally.prompts, tally.ratios = tally.prompts + len(chosen), [*tally.ratios, rate["spec"] / rate["plain"]]
+            tally.stats = sum((request.stats for request in results["spec"]), tally.stats)
+        same += [compare_texts(target, *each, args) for each in zip(chosen, *(results[name] for name in engines))]
+        by_prompt += [(r.stats.acceptance_length, prompt.name) for prompt, r in zip(chosen, results["spec"]) if r.stats.rounds]
+    rate = {name: tokens[name] / seconds[name] for name in engines}
+    rounds, shapes, stats = engines["spec"].rounds, engines["spec"].shapes, total.stats
+    drafted, ceiling, depth = [r for r in rounds if r.shape], max(s.ceiling for s in shapes), max(s.num_steps for s in shapes)
+    ms_plain = median_of(engines["plain"].rounds, "ms")
+    ms = {part: rounded(median_of(drafted, part), 2) for part in ("draft", "verify", "host")}
     by_shape = {shape_name(shape): sum(r.shape == shape for r in rounds) for shape in (None, *shapes)}
-    table = shape_table(plain, rounds)
-    break_even = ms_drafted / ms_plain if ms_plain and drafted else None
+    break_even = median_of(drafted, "ms") / ms_plain if ms_plain and drafted else None
     acceptance = stats.acceptance_length if stats.rounds >= ENOUGH_ROUNDS else None
     print("rounds by shape (steps-topk-tokens): " + ", ".join(f"{name} {count}" for name, count in by_shape.items()))
-    print_table([{"shape": name, "ms a round": f"{line['ms']:.2f}", "break-even": f"{line['break_even']:.2f}",
-                  **{f"{length} tokens": f"{length / line['break_even']:.2f}x" for length in SPEED_AT}} for name, line in table.items()])
+    table = shape_table(ms_plain, rounds)
     if acceptance and break_even:
         print(f"acceptance length {acceptance:.2f} of at most {ceiling}; break-even {break_even:.2f}" + ("" if acceptance > break_even else ": cannot pay"))
     else:
         print(f"acceptance length: too few rounds to tell ({stats.rounds} drafted, {ENOUGH_ROUNDS} would do): give more prompts, or fix a shape, such as "
               f"--num-steps {shapes[0].num_steps} --draft-topk {shapes[0].topk} --num-draft-tokens {shapes[0].num_draft_tokens}")
     print(f"plain {rate['plain']:.1f} tok/s, speculative {rate['spec']:.1f} tok/s: {rate['spec'] / rate['plain']:.2f} times "
-          f"(by batch {min(ratios):.2f} to {max(ratios):.2f}); prefill included")
-    by_category = {name: tally.summary(depth) for name, tally in tallies.items()}
-    return {"prompts": len(prompts), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
+          f"(by batch {min(total.ratios):.2f} to {max(total.ratios):.2f}); prefill included")
+    return {**total.summary(depth), "new_tokens": args.max_new_tokens, "batch": args.max_batch, "dtype": args.dtype, "device": args.device,
             "temperature": args.temperature, "seed": args.seed if args.temperature > 0 else None,
             "spec": "auto" if isinstance(spec, tuple) else [spec.num_steps, spec.topk, spec.num_draft_tokens],
-            "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1),
-            "speedup": rounded(rate["spec"] / rate["plain"]),
-            "expected_speedup": rounded(expected_speedup(plain, rounds)),
-            "acceptance_length": rounded(acceptance),
-            "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)], "ceiling": ceiling, "rounds_by_shape": by_shape,
-            "shapes": {name: {key: rounded(value) for key, value in line.items()} for name, line in table.items()},
-            "break_even": rounded(break_even), "identical": identical, "ties": ties, "ms_plain": rounded(ms_plain, 2),
-            "ms_draft": rounded(times["draft"], 2), "ms_verify": rounded(times["verify"], 2), "ms_host": rounded(times["host"], 2),
-            "by_category": by_category, "worst": [{"prompt": name, "acceptance_length": rounded(length)} for length, name in sorted(by_prompt)[:10]],
+            "plain_tok_s": rounded(rate["plain"], 1), "spec_tok_s": rounded(rate["spec"], 1), "speedup": rounded(rate["spec"] / rate["plain"]),
+            "acceptance_length": rounded(acceptance), "ceiling": ceiling, "rounds_by_shape": by_shape, "shapes": table,
+            "break_even": rounded(break_even), "identical": sum(is_same for is_same, _ in same), "ties": sum(is_tie for _, is_tie in same),
+            "ms_plain": rounded(ms_plain, 2), **{f"ms_{part}": value for part, value in ms.items()},
+            "by_category": {name: tally.summary(depth) for name, tally in tallies.items()},
+            "worst": [{"prompt": name, "acceptance_length": rounded(length)} for length, name in sorted(by_prompt)[:10]],
             "torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
@@ -829,29 +803,24 @@ class Api:
 
     def metrics(self) -> str:
         """Prometheus text; the names and meanings are vLLM's."""
-        engine, totals, stats, lines = self.engine, self.loop.totals, self.loop.stats, []
-        label = f'model_name="{self.name}"'
-
-        def show(name: str, kind: str, *values: tuple[str, float]) -> None:
-            lines.append(f"# TYPE {name} {kind}")
-            lines.extend(f"{name}{suffix} {value}" for suffix, value in values)
-
+        engine, totals, stats = self.engine, self.loop.totals, self.loop.stats
         reasons = sorted(key.removeprefix("finished ") for key in list(totals) if key.startswith("finished "))
-        show("vllm:request_success_total", "counter",
-             *((f'{{{label},finished_reason="{reason}"}}', totals[f"finished {reason}"]) for reason in reasons))
-        show("vllm:prompt_tokens_total", "counter", (f"{{{label}}}", totals["prompt tokens"]))
-        show("vllm:generation_tokens_total", "counter", (f"{{{label}}}", totals["tokens"]))
-        show("vllm:prefix_cache_hits_total", "counter", (f"{{{label}}}", totals["reused"]))
-        show("vllm:num_requests_running", "gauge", (f"{{{label}}}", sum(map(bool, engine.slots))))
-        show("vllm:num_requests_waiting", "gauge", (f"{{{label}}}", len(engine.waiting)))
-        show("vllm:spec_decode_num_drafts_total", "counter", (f"{{{label}}}", stats.rounds))
-        show("vllm:spec_decode_num_accepted_tokens_total", "counter", (f"{{{label}}}", sum(stats.accepted_at.values())))
-        show("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
-             *((f'{{{label},position="{depth}"}}', count) for depth, count in sorted(stats.accepted_at.items())))
-        for name, values in self.loop.waits.items():
-            show(f"eagle3:{name}_seconds", "gauge",
-                 *((f'{{{label},quantile="{q}"}}', sorted(values)[int(q * (len(values) - 1))]) for q in (0.5, 0.99) if values))
-        return "\n".join(lines) + "\n"
+        found = [  # name, kind, and values by their label
+            ("vllm:request_success_total", "counter", {f',finished_reason="{reason}"': totals[f"finished {reason}"] for reason in reasons}),
+            ("vllm:prompt_tokens_total", "counter", {"": totals["prompt tokens"]}),
+            ("vllm:generation_tokens_total", "counter", {"": totals["tokens"]}),
+            ("vllm:prefix_cache_hits_total", "counter", {"": totals["reused"]}),
+            ("vllm:num_requests_running", "gauge", {"": sum(map(bool, engine.slots))}),
+            ("vllm:num_requests_waiting", "gauge", {"": len(engine.waiting)}),
+            ("vllm:spec_decode_num_drafts_total", "counter", {"": stats.rounds}),
+            ("vllm:spec_decode_num_accepted_tokens_total", "counter", {"": sum(stats.accepted_at.values())}),
+            ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
+             {f',position="{depth}"': count for depth, count in sorted(stats.accepted_at.items())})]
+        found += [(f"eagle3:{name}_seconds", "gauge",
+                   {f',quantile="{q}"': sorted(values)[int(q * (len(values) - 1))] for q in (0.5, 0.99) if values})
+                  for name, values in self.loop.waits.items()]
+        return "".join(f"# TYPE {name} {kind}\n" + "".join(f'{name}{{model_name="{self.name}"{label}}} {value}\n' for label, value in values.items())
+                       for name, kind, values in found)
 
 
 def http_handler(api: Api, api_key: str | None):

@@ -3123,11 +3123,11 @@ def test_serve_streams_and_benches_a_trained_head_and_refuses_the_wrong_layout(p
         flags = ("--no-compile", "--num-steps", spec[0], "--draft-topk", spec[1], "--num-draft-tokens", spec[2])
         bench = run_here("serve.py", *pair, "--bench", project / "prompts.jsonl", "--max-new-tokens", 80, "--max-batch", batch, *flags)
         summary = json.loads(bench.stdout.splitlines()[-1])
-        assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup expected_speedup "
+        assert set(summary) == set("prompts new_tokens batch dtype device temperature seed spec plain_tok_s spec_tok_s speedup "
                                    "acceptance_length per_position_acceptance ceiling rounds_by_shape break_even identical ties by_category worst ms_plain ms_draft ms_verify ms_host "
                                    "shapes torch threads".split())
         assert summary["identical"] + summary["ties"] == summary["prompts"] == 5 and summary["spec"] == list(spec)
-        assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1 and summary["expected_speedup"] > 0
+        assert 1 <= summary["acceptance_length"] <= summary["ceiling"] == spec[0] + 1
         name = spec_name(SpecConfig(*spec))
         assert list(summary["shapes"]) == [name] and summary["shapes"][name]["break_even"] == summary["break_even"] > 0
         row, = [line.split() for line in bench.stdout.splitlines() if line.startswith(f"  {name} ")]
