@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -135,7 +135,7 @@ def load(args, ranks: Shard):
     target = load_own_part(args, ranks)
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
     print(f"eagle3 serve: torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, {args.dtype}, {args.target}"
-          + (f", split over {ranks.size} ranks" if ranks.size > 1 else ""))
+          + f", split over {ranks.size} ranks" * (ranks.size > 1))
     shown = "no draft, or whichever pays most of: " + "; ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec)
     print(f"draft head {args.draft}: features {head.config.layout}; {shown}" if head else "plain decoding")
     return target, head, spec if head else None
@@ -156,13 +156,13 @@ def answer(args, ranks: Shard) -> dict:
         prompt, stream = eagle3.encode_prompt({"prompt": args.prompt}, tokenizer, args.raw), eagle3.TextStream(tokenizer)
     engine = Engine(target, head, spec, max_length=len(prompt) + args.max_new_tokens)
     request = engine.submit(prompt, args.max_new_tokens, sampling=args.sampling)
-    begun, rounds = time.perf_counter(), 0
+    begun, rounds, shown = time.perf_counter(), 0, sys.stdout.isatty()
     while engine.busy:
         for _, tokens in engine.step():
             drafted, rounds = tokens[:-1] if head else [], rounds + 1  # a round's last token is the target's own
             for part, tint in ((drafted, f"\033[3{2 + rounds % 3 * 2}m"), (tokens[len(drafted):], "")):
                 text = "".join(f"{token} " for token in part) if stream is None else stream.push(part) if part else ""
-                print(f"{tint}{text}\033[0m" if tint and text and sys.stdout.isatty() else text, end="", flush=True)
+                print(f"{tint}{text}\033[0m" if tint and text and shown else text, end="", flush=True)
     seconds = time.perf_counter() - begun
     print("" if stream is None else stream.push([], final=True))
     if request.finish_reason == "error":
@@ -351,97 +351,84 @@ def serve_rows(target, head, rows: list[eagle3.Row], spec: SpecConfig) -> dict:
 class WiringFault(Exception):
     """A cause by its name in the README, and what to say about it."""
 
-    def __init__(self, cause: str, text: str):
-        super().__init__(text)
-        self.cause = cause
 
-
-def same_tokenizer(made_with: dict, target: eagle3.Target, what: str) -> None:
-    ours, theirs = made_with["tokenizer"], target.fingerprint["tokenizer"]
-    if None not in (ours, theirs) and ours != theirs:
-        raise WiringFault("another tokenizer", f"{what} with another tokenizer: serve the target that was used then")
-
-
-def load_checked(args, ranks: Shard) -> tuple[eagle3.Target, eagle3.DraftHead, bool]:
-    """(a) Target and head, as far as their files agree; and whether the head was made with other weights of the same sizes."""
+def load_checked(args, ranks: Shard):
+    """(a) Target, head and folder of features (or None), as far as their files agree; and whether one was made with other weights of the same
+    sizes."""
     target = load_own_part(args, ranks)
-    stated = stated_layout(args, target.config)
-    own = eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint")
-    if own:
-        same_tokenizer(own, target, "the head was trained")
+    folder = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None
+    ours, others = target.fingerprint, {"the head was trained": eagle3.read_json(Path(args.draft) / "config.json").get("target_fingerprint"),
+                                        "the features were made": folder and folder.fingerprint}
+    others = {what: made_with for what, made_with in others.items() if made_with}
+    for what, made_with in others.items():
+        if None not in (ours["tokenizer"], made_with["tokenizer"]) and ours["tokenizer"] != made_with["tokenizer"]:
+            raise WiringFault("another tokenizer", f"{what} with another tokenizer: serve the target that was used then")
     try:
-        head = eagle3.load_draft(args.draft, target, stated)
+        head = eagle3.load_draft(args.draft, target, stated_layout(args, target.config))
     except eagle3.LayoutMismatch:
         raise
     except ValueError as error:
         raise WiringFault("draft vocabulary" if "d2t" in str(error) else "head and target", str(error)) from None
     print(f"  (a) the head reads {head.config.layout}")
-    return target, head, bool(own) and own["weights"] != target.fingerprint["weights"]
+    return target, head, folder, any(made_with["weights"] != ours["weights"] for made_with in others.values())
 
 
-def read_stored(folder: eagle3.FeatureFolder, target: eagle3.Target, layout: FeatureLayout) -> list[eagle3.Row]:
+def read_stored(folder: eagle3.FeatureFolder, layout: FeatureLayout) -> list[eagle3.Row]:
     """The beginnings of the folder's first rows that have something supervised."""
-    same_tokenizer(folder.fingerprint, target, "the features were made")
     layout.require_stored(folder.names, str(folder.folder))
-    indices = range(min(folder.num_rows, 4 * CHECK_ROWS))
-    stored = [folder.read(i) for i in tqdm(indices, desc="stored rows", leave=False)]
-    stored = [row for row in stored if not row.skipped and row.loss_mask[:CHECK_TOKENS].any()][:CHECK_ROWS]
-    if not stored:
+    indices, cut, rows = range(min(folder.num_rows, 4 * CHECK_ROWS)), lambda x: x[:CHECK_TOKENS], []
+    for row in map(folder.read, tqdm(indices, desc="stored rows", leave=False)):
+        if not row.skipped and cut(row.loss_mask).any():
+            rows.append(eagle3.Row(cut(row.tokens), cut(row.loss_mask), row.name, {name: cut(x) for name, x in row.hidden.items()}))
+    if not rows:
         raise ValueError(f"the first {len(indices)} rows in {folder.folder} were all skipped, or have nothing supervised")
-    cut = lambda x: x[:CHECK_TOKENS]
-    return [eagle3.Row(cut(row.tokens), cut(row.loss_mask), row.name, {name: cut(x) for name, x in row.hidden.items()}) for row in stored]
+    return rows[:CHECK_ROWS]
 
 
-def compare_stored(folder: eagle3.FeatureFolder, stored: list[eagle3.Row], target, head, evidence: dict) -> list[eagle3.BlockMatch]:
+def compare_stored(folder: eagle3.FeatureFolder, rows: list[eagle3.Row], target, head, evidence: dict) -> list[eagle3.BlockMatch]:
     """(b) Stored hidden states against those that serving computes."""
     layout, like = head.config.layout, target.norm.weight
-    names = tuple(dict.fromkeys((*layout.names, folder.teacher)))
-    matches = eagle3.identify_blocks([(row.tokens[:256], {name: row.hidden[name][:256] for name in names}) for row in stored[:4]], target)
+    read_as = {**{f"h.{b}": b for b in layout.boundaries}, folder.teacher: "normed" if folder.teacher.endswith("normed") else layout.num_layers}
+    matches = eagle3.identify_blocks([(row.tokens[:256], {name: row.hidden[name][:256] for name in read_as}) for row in rows[:4]], target)
     print("  (b) stored features against those that serving computes: " + "; ".join(map(str, matches)))
     evidence["blocks"] = {m.claimed: [m.best, round(m.similarity, 4), m.runner_up, round(m.runner_up_similarity, 4), m.shift] for m in matches}
-    read_as = {**{f"h.{b}": b for b in layout.boundaries}, folder.teacher: "normed" if folder.teacher.endswith("normed") else layout.num_layers}
-    hidden = [{b: row.hidden[name][None].to(like.device, like.dtype) for name, b in read_as.items()} for row in stored]
-    evidence["accuracy_on_stored"] = teacher_forced(head, stored, hidden)
+    hidden = [{b: row.hidden[name][None].to(like.device, like.dtype) for name, b in read_as.items()} for row in rows]
+    evidence["accuracy_on_stored"] = teacher_forced(head, rows, hidden)
     return matches
 
 
 def diagnose(args, ranks: Shard, evidence: dict) -> str:
     """The verdict; fills `evidence`. Raises WiringFault or LayoutMismatch."""
-    target, head, other_weights = load_checked(args, ranks)
-    folder, matches = eagle3.FeatureFolder(args.check) if Path(args.check).is_dir() else None, []
-    if folder:
-        rows = read_stored(folder, target, head.config.layout)
-        other_weights = other_weights or folder.fingerprint["weights"] != target.fingerprint["weights"]
-        matches = compare_stored(folder, rows, target, head, evidence)
-    else:
-        rows = check_rows(args.check, args, target.config)
-    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, rows, as_served(target, head.config.layout, rows))
-    spec = SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1)
+    target, head, folder, other_weights = load_checked(args, ranks)
+    layout, spec, sound = head.config.layout, SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1), "what its files say fits the target"
+    rows = read_stored(folder, layout) if folder else check_rows(args.check, args, target.config)
+    matches = compare_stored(folder, rows, target, head, evidence) if folder else []
+    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, rows, as_served(target, layout, rows))
     result = evidence["served"] = serve_rows(target, head, rows, spec)
     print("  (c) accuracy by step on training rows: " + (f"{evidence['accuracy_on_stored']} on stored features, " if folder else "")
           + f"{accuracy} as served; acceptance length {result['acceptance_length']} of at most {spec.ceiling}, break-even {result['break_even']}")
-    fault = eagle3.wiring_fault(matches, other_weights) if folder else None
-    if fault:
-        raise WiringFault(*fault)
+    if folder:
+        sound, fault = "nothing is wired wrongly", eagle3.wiring_fault(matches, other_weights)
+        if fault:
+            raise WiringFault(*fault)
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, target.config)
-        held = evidence["accuracy_held_out"] = teacher_forced(head, held_rows, as_served(target, head.config.layout, held_rows))
+        held = evidence["accuracy_held_out"] = teacher_forced(head, held_rows, as_served(target, layout, held_rows))
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
         print(f"  (d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
     if other_weights and accuracy[0] < WEAK:
         raise WiringFault("other target weights", "the head was trained for other weights of the same sizes (a fine-tune?): serve those, or train "
                           "on these")
     if accuracy[0] < WEAK:
-        print(f"  {'nothing is wired wrongly, and' if folder else 'what its files say fits the target, but'} the head guesses "
-              f"{100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on the target's own answers"
-              + ("" if folder else "; or it was trained on other hidden states than it says: --check a folder of features, which is exact, "
-                 "or see examples/probe.py"))
+        print(f"  {sound}, {'and' if folder else 'but'} the head guesses {100 * accuracy[0]:.0f} % of the first tokens right: train it longer, on "
+              "the target's own answers" + ("" if folder else "; or it was trained on other hidden states than it says: --check a folder of "
+                                            "features, which is exact, or see examples/probe.py"))
         return "weak head"
     if held and held[0] < GENERALISES * accuracy[0]:
         print(f"  it knows its training rows ({accuracy[0]:.2f}) but not others ({held[0]:.2f}): train on more rows, fewer times each")
         return "does not generalise"
-    print(f"  {'nothing is wired wrongly' if folder else 'what its files say fits the target'}, and the head is sound")
+    print(f"  {sound}, and the head is sound")
     return "ok"
 
 
@@ -450,8 +437,9 @@ def check(args, ranks: Shard = Shard()) -> dict:
     try:
         verdict, cause = diagnose(args, ranks, evidence), None
     except (WiringFault, eagle3.LayoutMismatch) as fault:
-        print(f"  {fault}")
-        verdict, cause, evidence["error"] = "wiring", getattr(fault, "cause", "layout"), str(fault)
+        cause, text = fault.args if isinstance(fault, WiringFault) else ("layout", str(fault))
+        print(f"  {text}")
+        verdict, evidence["error"] = "wiring", text
     print(f"verdict: {verdict}" + (f" ({cause})" if cause else ""))
     return {"verdict": verdict, "cause": cause, "evidence": evidence}
 
@@ -676,13 +664,14 @@ class Api:
                           f"{tokens} to write", "messages" if is_chat else "prompt")
         if any(not prompt or min(prompt) < 0 or max(prompt) >= V for prompt in prompts):
             raise Refusal(400, f"a prompt needs at least one token, with ids within 0..{V - 1}", "messages" if is_chat else "prompt")
-        stops = body.get("stop") or []
+        stops, ids, options = (body.get(name) or [] for name in ("stop", "stop_token_ids", "stream_options"))
         stops = [stops] if isinstance(stops, str) else stops
-        if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(stop, str) and stop for stop in stops):
-            raise Refusal(400, "stop must be a text, or up to 4 of them", "stop")
-        ids = body.get("stop_token_ids") or []
-        if ids and not is_ids(ids):
-            raise Refusal(400, "stop_token_ids must be token ids", "stop_token_ids")
+        for name, is_sound, text in (
+                ("stop", isinstance(stops, list) and len(stops) <= 4 and all(isinstance(stop, str) and stop for stop in stops), "a text, or up to 4"),
+                ("stop_token_ids", not ids or is_ids(ids), "token ids"),
+                ("stream_options", not options or isinstance(options, dict), "an object")):
+            if not is_sound:
+                raise Refusal(400, f"{name} must be {text}", name)
         eos = (() if checked(body, "ignore_eos", bool, False) else self.engine.target.config.eos_token_ids) + tuple(ids)
         n, logprobs = checked(body, "n", int, 1, 1, 64), None
         if is_chat and checked(body, "logprobs", bool, False):
@@ -699,10 +688,7 @@ class Api:
         events: queue.SimpleQueue = queue.SimpleQueue()
         jobs = [Job(p * n + i, prompt, tokens, eos, Sampling(temperature, top_k, top_p, min_p, seed + i), logprobs, events)
                 for p, prompt in enumerate(prompts) for i in range(n)]
-        options = body.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise Refusal(400, "stream_options must be an object", "stream_options")
-        return jobs, {"stream": checked(body, "stream", bool, False), "usage": checked(options, "include_usage", bool, False), "stops": stops,
+        return jobs, {"stream": checked(body, "stream", bool, False), "usage": checked(options or {}, "include_usage", bool, False), "stops": stops,
                       "ids": checked(body, "return_token_ids", bool, not self.tokenizer), "prompt_tokens": sum(map(len, prompts)), "is_chat": is_chat,
                       "logprobs": logprobs}
 
@@ -784,18 +770,17 @@ class Api:
 
     def info(self) -> dict:
         """What was resolved, and how it goes."""
-        engine, stats, now = self.engine, self.loop.stats, time.monotonic()
+        engine, loop, stats, now = self.engine, self.loop, self.loop.stats, time.monotonic()
         rounds = list(engine.rounds)[-1024:]
         plain, drafted = (median_of([r for r in rounds if bool(r.shape) == is_drafted], "ms") for is_drafted in (False, True))
         depth = max((shape.num_steps for shape in engine.shapes), default=0)
-        recent = [tokens for second, tokens in list(self.loop.recent.items()) if now - 10 <= second < int(now)]
+        peak = torch.cuda.max_memory_allocated() / 1e9 if engine.device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         return {"model": self.name, "spec": [str(shape) for shape in engine.shapes] or None, "chosen_by": "auto" if engine.controllers else "flags",
                 "features": str(engine.head.config.layout) if engine.head else None, "max_batch": engine.max_batch, "max_length": engine.max_length,
-                "max_queue": self.loop.max_queue, "ranks": engine.shard.size, "dtype": str(engine.target.norm.weight.dtype).removeprefix("torch."),
+                "max_queue": loop.max_queue, "ranks": engine.shard.size, "dtype": str(engine.target.norm.weight.dtype).removeprefix("torch."),
                 "device": str(engine.device), "running": sum(map(bool, engine.slots)), "waiting": len(engine.waiting),
-                "tokens": self.loop.totals["tokens"], "tokens_last_10_s": sum(recent),
-                "memory_gb": rounded(torch.cuda.max_memory_allocated() / 1e9 if engine.device.type == "cuda"
-                                     else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6),
+                "tokens": loop.totals["tokens"], "memory_gb": rounded(peak),
+                "tokens_last_10_s": sum(tokens for second, tokens in list(loop.recent.items()) if now - 10 <= second < int(now)),
                 "acceptance_length": rounded(stats.acceptance_length),
                 "per_position_acceptance": [rounded(a) for a in stats.per_position_acceptance(depth)],
                 "ceiling": max((shape.ceiling for shape in engine.shapes), default=None),
@@ -823,127 +808,118 @@ class Api:
                        for name, kind, values in found)
 
 
-def http_handler(api: Api, api_key: str | None):
-    """The handler class for one server."""
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version, timeout, wbufsize = "HTTP/1.1", IO_SECONDS, -1
-        server_version, sys_version = "eagle3", ""
+class Handler(BaseHTTPRequestHandler):
+    """One HTTP connection."""
+    protocol_version, timeout, wbufsize = "HTTP/1.1", IO_SECONDS, -1
+    server_version, sys_version = "eagle3", ""
 
-        def log_message(self, *_):
-            pass
+    def log_message(self, *_):
+        pass
 
-        def send(self, status: int, content, kind: str = "application/json", **headers) -> None:
-            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
-            self.send_response(status)
-            for name, value in {"Content-Type": kind, "Content-Length": len(data), **headers}.items():
-                self.send_header(name.replace("_", "-"), str(value))
-            if self.close_connection:
-                self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write(data)
-            self.wfile.flush()
+    def send(self, status: int, content, kind: str = "application/json", **headers) -> None:
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.begin(status, {"Content-Type": kind, "Content-Length": len(data), **headers})
+        self.wfile.write(data)
+        self.wfile.flush()
 
-        def is_gone(self) -> bool:
-            waiting = select.poll()  # select() knows only the first 1,024 descriptors
-            waiting.register(self.connection, select.POLLIN)
-            try:
-                return bool(waiting.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-            except OSError:
-                return True
+    def begin(self, status: int, headers: dict) -> None:
+        self.send_response(status)
+        for name, value in {**headers, **({"Connection": "close"} if self.close_connection else {})}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
 
-        def body(self):
-            length = self.headers.get("Content-Length", "")
-            if not length.isdecimal():
-                self.close_connection = True
-                raise Refusal(411, "a body with a Content-Length is needed")
-            if int(length) > BODY_LIMIT:
-                self.close_connection, left = True, min(int(length), 16 * BODY_LIMIT)
-                while left > 0 and (part := self.rfile.read(min(left, 1 << 20))):  # a client that still sends would not read the answer
-                    left -= len(part)
-                raise Refusal(413, f"the body may be {BODY_LIMIT} bytes long: got {length}")
-            data = self.rfile.read(int(length))
-            if len(data) < int(length):
-                raise ConnectionError("half a body")
-            try:
-                return json.loads(data)
-            except (ValueError, RecursionError) as error:
-                raise Refusal(400, f"the body is not JSON: {error}") from None
+    def is_gone(self) -> bool:
+        waiting = select.poll()  # select() knows only the first 1,024 descriptors
+        waiting.register(self.connection, select.POLLIN)
+        try:
+            return bool(waiting.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except OSError:
+            return True
 
-        def route(self, method: str) -> None:
-            path = self.path.partition("?")[0]
-            gets = {"/health": lambda: ({"status": "ok"} if api.loop.is_healthy else None), "/v1/models": api.models, "/server_info": api.info,
-                    "/metrics": api.metrics}
-            posts = {"/v1/completions": False, "/v1/chat/completions": True}
-            if "Transfer-Encoding" in self.headers or method == "GET" and self.headers.get("Content-Length", "0") != "0":
-                self.close_connection = True  # where a proxy sees another end of the request than we do, the rest is not ours to read
-                raise Refusal(400, "a body comes with a POST, and with a Content-Length")
-            shown = self.headers.get("Authorization", "")
-            if api_key and path != "/health" and not hmac.compare_digest(shown.encode(), f"Bearer {api_key}".encode()):
-                self.close_connection = True  # nothing is read from whom we do not know
-                raise Refusal(401, "the API key is missing or wrong")
-            content = self.body() if method == "POST" else None
-            if path not in gets and path not in posts:
-                raise Refusal(404, f"{path} is not here; there are {', '.join((*gets, *posts))}")
-            if (path in posts) != (method == "POST"):
-                raise Refusal(405, f"{path} takes {'POST' if path in posts else 'GET'}")
-            if path in gets:
-                found = gets[path]()
-                if found is None:
-                    raise Refusal(503, "the engine does not answer")
-                return self.send(200, found, "text/plain; version=0.0.4" if path == "/metrics" else "application/json")
-            jobs, how = api.read(content, posts[path])
-            chunks = api.answer(jobs, how, self.is_gone)
-            if not how["stream"]:
-                return self.send(200, next(chunks))
-            self.stream(chunks)
+    def body(self):
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            self.close_connection = True
+            raise Refusal(411, "a body with a Content-Length is needed")
+        if int(length) > BODY_LIMIT:
+            self.close_connection, left = True, min(int(length), 16 * BODY_LIMIT)
+            while left > 0 and (part := self.rfile.read(min(left, 1 << 20))):  # a client that still sends would not read the answer
+                left -= len(part)
+            raise Refusal(413, f"the body may be {BODY_LIMIT} bytes long: got {length}")
+        data = self.rfile.read(int(length))
+        if len(data) < int(length):
+            raise ConnectionError("half a body")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is not JSON: {error}") from None
 
-        def stream(self, chunks) -> None:
-            first = next(chunks)  # a full queue is still an HTTP error
-            self.close_connection = self.streaming = True
-            self.send_response(200)
-            for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), ("Connection", "close")):
-                self.send_header(name, value)
-            self.end_headers()
-            try:
-                for chunk in itertools.chain([first], chunks):
-                    self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-                    self.wfile.flush()
-            except Refusal as refusal:
-                self.wfile.write(b"data: " + json.dumps(refusal.json()).encode() + b"\n\n")
-            finally:
-                chunks.close()
-            self.wfile.write(b"data: [DONE]\n\n")
+    def route(self, method: str) -> None:
+        path, api, api_key = self.path.partition("?")[0], self.server.api, self.server.api_key
+        gets = {"/health": lambda: {"status": "ok"}, "/v1/models": api.models, "/server_info": api.info, "/metrics": api.metrics}
+        posts = {"/v1/completions": False, "/v1/chat/completions": True}
+        if "Transfer-Encoding" in self.headers or method == "GET" and self.headers.get("Content-Length", "0") != "0":
+            self.close_connection = True  # where a proxy sees another end of the request than we do, the rest is not ours to read
+            raise Refusal(400, "a body comes with a POST, and with a Content-Length")
+        shown = self.headers.get("Authorization", "")
+        if api_key and path != "/health" and not hmac.compare_digest(shown.encode(), f"Bearer {api_key}".encode()):
+            self.close_connection = True  # nothing is read from whom we do not know
+            raise Refusal(401, "the API key is missing or wrong")
+        content = self.body() if method == "POST" else None
+        if path not in gets and path not in posts:
+            raise Refusal(404, f"{path} is not here; there are {', '.join((*gets, *posts))}")
+        if (path in posts) != (method == "POST"):
+            raise Refusal(405, f"{path} takes {'POST' if path in posts else 'GET'}")
+        if path in gets:
+            if path == "/health" and not api.loop.is_healthy:
+                raise Refusal(503, "the engine does not answer")
+            return self.send(200, gets[path](), "text/plain; version=0.0.4" if path == "/metrics" else "application/json")
+        jobs, how = api.read(content, posts[path])
+        chunks = api.answer(jobs, how, self.is_gone)
+        return self.stream(chunks) if how["stream"] else self.send(200, next(chunks))
 
-        def guarded(self, method: str) -> None:
-            self.streaming = False
+    def stream(self, chunks) -> None:
+        first = next(chunks)  # a full queue is still an HTTP error
+        self.close_connection = self.streaming = True
+        self.begin(200, {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            for chunk in itertools.chain([first], chunks):
+                self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                self.wfile.flush()
+        except Refusal as refusal:
+            self.wfile.write(b"data: " + json.dumps(refusal.json()).encode() + b"\n\n")
+        finally:
+            chunks.close()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def guarded(self, method: str) -> None:
+        self.streaming = False
+        with self.server.counting:
+            self.server.answering += 1
+        try:
+            self.route(method)
+        except Refusal as refusal:
+            self.send(refusal.status, refusal.json(), **({"Retry_After": 1} if refusal.status in (429, 503) else {}))
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        except Exception as error:
+            self.close_connection = True
+            print(f"HTTP {method} {self.path}: {type(error).__name__}: {error}", file=sys.stderr)
+            if not self.streaming:
+                self.send(500, Refusal(500, "an internal error: see the server's log").json())
+        finally:
             with self.server.counting:
-                self.server.answering += 1
-            try:
-                self.route(method)
-            except Refusal as refusal:
-                self.send(refusal.status, refusal.json(), **({"Retry_After": 1} if refusal.status in (429, 503) else {}))
-            except (ConnectionError, TimeoutError):
-                self.close_connection = True
-            except Exception as error:
-                self.close_connection = True
-                print(f"HTTP {method} {self.path}: {type(error).__name__}: {error}", file=sys.stderr)
-                if not self.streaming:
-                    self.send(500, Refusal(500, "an internal error: see the server's log").json())
-            finally:
-                with self.server.counting:
-                    self.server.answering -= 1
+                self.server.answering -= 1
 
-        def do_GET(self):
-            self.guarded("GET")
-
-        def do_POST(self):
-            self.guarded("POST")
-
-    return Handler
+    do_GET, do_POST = partialmethod(guarded, "GET"), partialmethod(guarded, "POST")
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size, answering, counting = True, 1024, 0, threading.Lock()
+
+    def __init__(self, address: tuple[str, int], api: Api, api_key: str | None):
+        self.api, self.api_key = api, api_key
+        super().__init__(address, Handler)
 
     def handle_error(self, request, client_address):
         pass  # a client that vanished
@@ -960,7 +936,7 @@ def serve(args, ranks: Shard) -> dict:
         tokenizer = None
         print("no tokenizer: /v1/completions with token ids only")
     loop = Loop(engine, args.max_queue)
-    server = Server((args.host, args.port), http_handler(Api(loop, tokenizer, args.name), args.api_key)) if ranks.rank == 0 else None
+    server = Server((args.host, args.port), Api(loop, tokenizer, args.name), args.api_key) if ranks.rank == 0 else None
     if server:  # until the loop runs, /health and the others answer 503
         threading.Thread(target=server.serve_forever, daemon=True).start()
     if not args.no_compile:

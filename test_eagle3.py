@@ -2939,13 +2939,17 @@ def test_a_full_queue_is_refused_and_clients_that_vanish_are_cancelled(served):
         connections[-1].request("POST", "/v1/completions", body)
         return connections[-1]
 
-    def is_refused(connection):  # at once; who has to wait hears nothing yet
-        answers = select.select([connection.sock], [], [], 2)[0]
-        return answers and (answer := connection.getresponse()).status == 429 and answer.read()
+    def refusal_of(burst):
+        """What the first that is refused hears; None if all were answered, since some ended meanwhile."""
+        while burst:
+            ready = select.select([connection.sock for connection in burst], [], [], 600)[0]
+            for connection in [connection for connection in burst if connection.sock in ready]:
+                burst.remove(connection)
+                if (answer := connection.getresponse()).status == 429:
+                    return answer.read()
 
-    for _ in range(12):  # 4 slots and a queue of 8
-        post(long)
-    refusal = next(answer for _ in range(100) if (answer := is_refused(post(long))))  # more, where some have ended
+    bursts = ([post(long) for _ in range(40)] for _ in range(100))  # 4 slots and a queue of 8
+    refusal = next(refusal for burst in bursts if (refusal := refusal_of(burst)))
     assert "--max-queue 8" in json.loads(refusal)["error"]["message"]
     for connection in connections:
         connection.close()
