@@ -129,8 +129,8 @@ def load(args, ranks: Shard):
     if args.target is None:
         args.target, args.draft = DEMO / "target", DEMO / "draft"
         if not (args.draft / "config.json").exists():
-            raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` "
-                                    "(some minutes), or name a --target")
+            raise FileNotFoundError("no --target was given, and the demo's pair is not there: make it with `python train.py` (some minutes), or "
+                                    "name a --target")
     stated = stated_layout(args, eagle3.read_target_config(args.target))
     target = load_own_part(args, ranks)
     head = eagle3.load_draft(args.draft, target, stated) if args.draft and spec else None
@@ -182,21 +182,18 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: str, args, config: eagle3.TargetConfig) -> list[Prompt]:
-    prompts, tokenizer = [], cache(partial(eagle3.load_tokenizer, args.target))
-    for name, record in eagle3.read_records(path):
-        if args.limit is not None and len(prompts) == args.limit:
-            break
+    tokenizer, room, V = cache(partial(eagle3.load_tokenizer, args.target)), config.max_position_embeddings - args.max_new_tokens, config.vocab_size
+    prompts = []
+    for name, record in itertools.islice(eagle3.read_records(path), args.limit):
         if record is None:
             raise ValueError(f"{name} is not a JSON object")
         loaded = None if "input_ids" in record else tokenizer()
         try:
             prompt = eagle3.encode_prompt(record, loaded, args.raw)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except eagle3.MALFORMED as error:
             raise ValueError(f"{name}: {error}") from None
-        room = config.max_position_embeddings - args.max_new_tokens
-        if not 1 <= len(prompt) <= room or min(prompt) < 0 or max(prompt) >= config.vocab_size:
-            raise ValueError(f"{name}: a prompt needs 1 to {room} ids (the context less --max-new-tokens) within 0..{config.vocab_size - 1}: "
-                             f"got {len(prompt)} ids")
+        if not 1 <= len(prompt) <= room or min(prompt) < 0 or max(prompt) >= V:
+            raise ValueError(f"{name}: a prompt needs 1 to {room} ids (the context less --max-new-tokens) within 0..{V - 1}: got {len(prompt)} ids")
         prompts.append(Prompt(name, str(record.get("category", "all")), prompt))
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
@@ -491,15 +488,13 @@ class Loop:
         self.stats, self.recent = SpecStats(), Counter()  # recent: tokens by second
         self.waits: dict[str, deque] = {"time_to_first_token": deque(maxlen=1000), "time_per_output_token": deque(maxlen=1000)}
 
-    # For HTTP threads
-
     def submit(self, jobs: list[Job]) -> list[int]:
-        """Numbers to cancel by. Raises Refusal where the queue is full, or the server is about to end."""
+        """For HTTP threads, as cancel is: numbers to cancel by. Raises Refusal where the queue is full, or the server is about to end."""
         with self.changed:
             if self.draining:
                 raise Refusal(503, "the server is shutting down")
             waiting = len(self.jobs) - sum(map(bool, self.engine.slots))
-            if waiting + len(jobs) > self.max_queue + self.engine.max_batch - sum(map(bool, self.engine.slots)):
+            if len(self.jobs) + len(jobs) > self.max_queue + self.engine.max_batch:
                 raise Refusal(429, f"{max(0, waiting)} requests are waiting already (--max-queue {self.max_queue}): try again later")
             numbers = [next(self.numbers) for _ in jobs]
             self.jobs.update(zip(numbers, jobs))
@@ -516,8 +511,6 @@ class Loop:
     def is_healthy(self) -> bool:
         return time.monotonic() - self.ticked < STALE_SECONDS
 
-    # In the loop's own thread
-
     def _collect(self) -> list[tuple]:
         """What arrived, as plain values for all ranks; waits if there is nothing to do."""
         with self.changed:
@@ -533,8 +526,7 @@ class Loop:
         engine, rank = self.engine, self.engine.shard.rank
         while True:
             self.ticked = time.monotonic()
-            for second in [second for second in list(self.recent) if second < self.ticked - 20]:
-                del self.recent[second]
+            self.recent = Counter({second: count for second, count in self.recent.items() if second >= self.ticked - 20})
             for kind, number, what in eagle3.share(self._collect() if rank == 0 else None, engine.shard):
                 if kind == "end":
                     return
@@ -619,31 +611,25 @@ class Api:
         self.loop, self.tokenizer, self.name, self.engine = loop, tokenizer, name, loop.engine
 
     def prompts(self, body: dict, is_chat: bool) -> list[list[int]]:
-        if is_chat:
-            messages = body.get("messages")
-            texts = lambda content: content if isinstance(content, str) else "".join(part["text"] for part in content)
-            try:
-                messages = [{**message, "content": texts(message["content"])} for message in messages]
+        prompt = body.get("messages" if is_chat else "prompt")
+        try:
+            if is_chat:
+                texts = lambda content: content if isinstance(content, str) else "".join(part["text"] for part in content)
+                messages = [{**message, "content": texts(message["content"])} for message in prompt]
                 if not messages or any(message["role"] not in ("system", "developer", "user", "assistant", "tool") for message in messages):
                     raise ValueError("roles are system, developer, user, assistant and tool")
-            except (TypeError, KeyError, ValueError) as error:
-                raise Refusal(400, f"messages must be a list of objects with a role and text content: {error}", "messages") from None
-            if not self.tokenizer or not self.tokenizer.has_chat_template:
-                raise Refusal(400, "this model has no chat template: use /v1/completions", "messages")
-            try:
+                if not self.tokenizer or not self.tokenizer.has_chat_template:
+                    raise Refusal(400, "this model has no chat template: use /v1/completions", "messages")
                 return [self.tokenizer.encode(self.tokenizer.chat(messages, True))]
-            except (ValueError, TypeError) as error:
-                raise Refusal(400, str(error), "messages") from None
-        prompt = body.get("prompt")
-        many = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
-        if not isinstance(many, list) or not many or not all(isinstance(p, str) or is_ids(p) for p in many):
-            raise Refusal(400, "prompt must be a text, token ids, or a list of these", "prompt")
-        if any(isinstance(p, str) for p in many) and not self.tokenizer:
-            raise Refusal(400, "this model has no tokenizer: give token ids", "prompt")
-        try:
+            many = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
+            if not many or not all(isinstance(p, str) or is_ids(p) for p in many):
+                raise ValueError(f"got {type(prompt).__name__}")
+            if any(isinstance(p, str) for p in many) and not self.tokenizer:
+                raise Refusal(400, "this model has no tokenizer: give token ids", "prompt")
             return [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in many]
-        except (ValueError, TypeError) as error:  # half a surrogate pair, say
-            raise Refusal(400, f"prompt is not a text: {error}", "prompt") from None
+        except (TypeError, KeyError, ValueError) as error:  # half a surrogate pair, say
+            raise Refusal(400, (f"messages must be a list of objects with a role and text content: {error}" if is_chat else
+                                f"prompt must be a text, token ids, or a list of these: {error}"), "messages" if is_chat else "prompt") from None
 
     def read(self, body, is_chat: bool) -> tuple[list[Job], dict]:
         """The jobs, and how to answer. Raises Refusal before any work."""
@@ -713,14 +699,22 @@ class Api:
         if not self.loop.is_healthy:
             raise Refusal(503, "the engine does not answer (yet)")
         numbers, words, is_chat = self.loop.submit(jobs), [Words(self.tokenizer, how["stops"]) for _ in jobs], how["is_chat"]
-        identity = {"id": ("chatcmpl-" if is_chat else "cmpl-") + os.urandom(12).hex(), "created": int(time.time()), "model": self.name}
-        kind, begun, started = ("chat.completion" if is_chat else "text_completion"), time.monotonic(), set()
-        looked = begun
-        usage = lambda: {"prompt_tokens": how["prompt_tokens"], "completion_tokens": (done := sum(len(w.tokens) for w in words)),
-                         "total_tokens": how["prompt_tokens"] + done}
-        chunk = lambda choices, **more: {**identity, "object": kind + ".chunk" * is_chat, "choices": choices, **more}
+        begun = looked = time.monotonic()
+        identity = {"id": ("chatcmpl-" if is_chat else "cmpl-") + os.urandom(12).hex(), "created": int(time.time()), "model": self.name,
+                    "object": ("chat.completion" + ".chunk" * how["stream"]) if is_chat else "text_completion"}
+
+        def usage() -> dict:
+            done = sum(len(word.tokens) for word in words)
+            return {"prompt_tokens": how["prompt_tokens"], "completion_tokens": done, "total_tokens": how["prompt_tokens"] + done}
+
+        def choice(index: int, content: dict, first: int = 0, offset: int = 0) -> dict:
+            word = words[index]
+            ids = {"token_ids": word.tokens[first:]} if how["ids"] else {}
+            return {"index": index, **content, "logprobs": self.logprobs(how, word.tokens[first:], word.told[first:], offset),
+                    "finish_reason": word.finish_reason, **ids}
+
         try:
-            while any(w.finish_reason is None for w in words):
+            while any(word.finish_reason is None for word in words):
                 if time.monotonic() - looked > 0.5:
                     looked = time.monotonic()
                     if is_gone():
@@ -736,31 +730,23 @@ class Api:
                     continue
                 if reason in ("error", "cancelled"):
                     raise Refusal(500, "the target's logits were not finite: this request failed" if reason == "error" else "cancelled")
-                before, offset = len(word.tokens), word.offset
-                new = word.push(tokens, told, reason)
+                before, offset, new = len(word.tokens), word.offset, word.push(tokens, told, reason)
                 if word.finish_reason == "stop" and reason is None:
                     self.loop.cancel([numbers[index]])
-                if index not in started:
-                    started.add(index)
+                if not before:
                     self.loop.waits["time_to_first_token"].append(time.monotonic() - begun)
                 if word.finish_reason and len(word.tokens) > 1:
                     self.loop.waits["time_per_output_token"].append((time.monotonic() - begun) / len(word.tokens))
                 if how["stream"] and (new or word.finish_reason or is_chat and not before or how["ids"] or how["logprobs"] is not None):
-                    told = self.logprobs(how, word.tokens[before:], word.told[before:], offset)
-                    word.offset += sum(len(self.word(token)) for token in word.tokens[before:]) if told else 0
-                    delta = {"delta": {**({} if before else {"role": "assistant"}), "content": new}} if is_chat else {"text": new}
-                    ids = {"token_ids": word.tokens[before:]} if how["ids"] else {}
-                    yield chunk([{"index": index, **delta, "logprobs": told, "finish_reason": word.finish_reason, **ids}],
-                                **({"usage": None} if how["usage"] else {}))
+                    word.offset += sum(len(self.word(token)) for token in word.tokens[before:]) if how["logprobs"] is not None else 0
+                    content = {"delta": {**({} if before else {"role": "assistant"}), "content": new}} if is_chat else {"text": new}
+                    yield {**identity, "choices": [choice(index, content, before, offset)], **({"usage": None} if how["usage"] else {})}
             if how["stream"]:
                 if how["usage"]:
-                    yield chunk([], usage=usage())
+                    yield {**identity, "choices": [], "usage": usage()}
                 return
-            choices = [{"index": i, **({"message": {"role": "assistant", "content": w.sent}} if is_chat else {"text": w.sent}),
-                        "logprobs": self.logprobs(how, w.tokens, w.told, 0), "finish_reason": w.finish_reason,
-                        **({"token_ids": w.tokens} if how["ids"] else {})}
-                       for i, w in enumerate(words)]
-            yield {**identity, "object": kind, "choices": choices, "usage": usage()}
+            contents = ({"message": {"role": "assistant", "content": word.sent}} if is_chat else {"text": word.sent} for word in words)
+            yield {**identity, "choices": [choice(index, content) for index, content in enumerate(contents)], "usage": usage()}
         finally:
             self.loop.cancel(numbers)
 
