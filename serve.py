@@ -229,14 +229,11 @@ def shape_table(ms_plain: float | None, rounds) -> dict[str, dict[str, float]]:
     """Of every draft shape that ran: the median ms of a round, and how many plain steps that is, which is the acceptance length from which on
     it pays. What it gains at any acceptance length is that length over this one. Prints both."""
     found = {shape: median_of([r for r in rounds if r.shape == shape], "ms") for shape in dict.fromkeys(r.shape for r in rounds) if shape}
-    table = {shape_name(shape): {"ms": ms, "break_even": ms / ms_plain} for shape, ms in found.items()} if ms_plain else {}
-    lines = [("shape", "ms a round", "break-even", *(f"{length} tokens" for length in SPEED_AT))] if table else []
-    for name, line in table.items():
-        gains = (f"{length / line['break_even']:.2f}x" for length in SPEED_AT)
-        lines.append((name, f"{line['ms']:.2f}", f"{line['break_even']:.2f}", *gains))
-    for line in lines:
-        print("  " + "".join(f"{cell:<12}" for cell in line))
-    return {name: {key: rounded(value) for key, value in line.items()} for name, line in table.items()}
+    lines = [("shape", "ms a round", "break-even", *(f"{length} tokens" for length in SPEED_AT))] if ms_plain and found else []
+    for shape, ms in found.items() if ms_plain else ():
+        lines.append((shape_name(shape), f"{ms:.2f}", f"{ms / ms_plain:.2f}", *(f"{length * ms_plain / ms:.2f}x" for length in SPEED_AT)))
+    print("".join(f"  {''.join(f'{cell:<12}' for cell in line)}\n" for line in lines), end="")
+    return {shape_name(shape): {"ms": rounded(ms), "break_even": rounded(ms / ms_plain)} for shape, ms in found.items()} if ms_plain else {}
 
 
 def compare_texts(target, prompt: Prompt, plain: eagle3.Request, fast: eagle3.Request, args) -> tuple[bool, bool]:
@@ -316,17 +313,13 @@ def check_rows(path: str, args, config: eagle3.TargetConfig) -> list[eagle3.Row]
 
 
 @torch.no_grad()
-def as_served(target: eagle3.Target, layout: FeatureLayout, rows: list[eagle3.Row]) -> list[dict]:
-    """Each row's hidden states as serving computes them, the teacher included: [1,T,C]."""
-    boundaries, device = (*layout.boundaries, layout.num_layers), target.norm.weight.device
-    return [target(eagle3.collate([row], device)[0], boundaries=boundaries).captures for row in rows]
-
-
-@torch.no_grad()
-def teacher_forced(head: eagle3.DraftHead, rows: list[eagle3.Row], captures: list[dict]) -> list[float]:
-    """Accuracy by step on these rows."""
-    batches = (eagle3.prepare_ttt(head, *eagle3.collate([row], head.norm.weight.device), hidden, CHECK_STEPS)
-               for row, hidden in zip(rows, captures))
+def teacher_forced(head: eagle3.DraftHead, rows: list[eagle3.Row], stored: list[dict] | None = None) -> list[float]:
+    """Accuracy by step on these rows: on stored hidden states, or on those that serving computes."""
+    batches, boundaries = [], (*head.config.layout.boundaries, head.config.layout.num_layers)
+    for i, row in enumerate(rows):
+        tokens, loss_mask = eagle3.collate([row], head.norm.weight.device)
+        captures = stored[i] if stored else head.target(tokens, boundaries=boundaries).captures
+        batches.append(eagle3.prepare_ttt(head, tokens, loss_mask, captures, CHECK_STEPS))
     stats = sum((eagle3.ttt_loss(head, batch)[1] for batch in batches), eagle3.TTTStats.zeros(CHECK_STEPS))
     return [round(a, 3) for a in stats.accuracy]
 
@@ -397,10 +390,10 @@ def compare_stored(folder: eagle3.FeatureFolder, rows: list[eagle3.Row], target,
 def diagnose(args, ranks: Shard, evidence: dict) -> str:
     """The verdict; fills `evidence`. Raises WiringFault or LayoutMismatch."""
     target, head, folder, other_weights = load_checked(args, ranks)
-    layout, spec, sound = head.config.layout, SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1), "what its files say fits the target"
-    rows = read_stored(folder, layout) if folder else check_rows(args.check, args, target.config)
+    spec, sound = SpecConfig(CHECK_STEPS, 1, CHECK_STEPS + 1), "what its files say fits the target"
+    rows = read_stored(folder, head.config.layout) if folder else check_rows(args.check, args, target.config)
     matches = compare_stored(folder, rows, target, head, evidence) if folder else []
-    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, rows, as_served(target, layout, rows))
+    accuracy = evidence["accuracy_as_served"] = teacher_forced(head, rows)
     result = evidence["served"] = serve_rows(target, head, rows, spec)
     print("  (c) accuracy by step on training rows: " + (f"{evidence['accuracy_on_stored']} on stored features, " if folder else "")
           + f"{accuracy} as served; acceptance length {result['acceptance_length']} of at most {spec.ceiling}, break-even {result['break_even']}")
@@ -411,7 +404,7 @@ def diagnose(args, ranks: Shard, evidence: dict) -> str:
     held = None
     if args.held_out:
         held_rows = check_rows(args.held_out, args, target.config)
-        held = evidence["accuracy_held_out"] = teacher_forced(head, held_rows, as_served(target, layout, held_rows))
+        held = evidence["accuracy_held_out"] = teacher_forced(head, held_rows)
         evidence["served_held_out"] = serve_rows(target, head, held_rows, spec)
         print(f"  (d) held out: {held} as served; acceptance length {evidence['served_held_out']['acceptance_length']}")
     if other_weights and accuracy[0] < WEAK:
@@ -880,8 +873,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def guarded(self, method: str) -> None:
         self.streaming = False
-        with self.server.counting:
-            self.server.answering += 1
+        self.server.answering.add(self)
         try:
             self.route(method)
         except Refusal as refusal:
@@ -894,18 +886,14 @@ class Handler(BaseHTTPRequestHandler):
             if not self.streaming:
                 self.send(500, Refusal(500, "an internal error: see the server's log").json())
         finally:
-            with self.server.counting:
-                self.server.answering -= 1
+            self.server.answering.discard(self)
 
     do_GET, do_POST = partialmethod(guarded, "GET"), partialmethod(guarded, "POST")
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size, answering, counting = True, 1024, 0, threading.Lock()
-
-    def __init__(self, address: tuple[str, int], api: Api, api_key: str | None):
-        self.api, self.api_key = api, api_key
-        super().__init__(address, Handler)
+    """api: Api, api_key: str | None and answering: set[Handler] are set by serve()."""
+    daemon_threads, request_queue_size = True, 1024
 
     def handle_error(self, request, client_address):
         pass  # a client that vanished
@@ -922,8 +910,9 @@ def serve(args, ranks: Shard) -> dict:
         tokenizer = None
         print("no tokenizer: /v1/completions with token ids only")
     loop = Loop(engine, args.max_queue)
-    server = Server((args.host, args.port), Api(loop, tokenizer, args.name), args.api_key) if ranks.rank == 0 else None
+    server = Server((args.host, args.port), Handler) if ranks.rank == 0 else None
     if server:  # until the loop runs, /health and the others answer 503
+        server.api, server.api_key, server.answering = Api(loop, tokenizer, args.name), args.api_key, set()
         threading.Thread(target=server.serve_forever, daemon=True).start()
     if not args.no_compile:
         print("compiling (--no-compile to leave that out) ...", flush=True)
@@ -952,9 +941,8 @@ def serve(args, ranks: Shard) -> dict:
 
 def main(ranks: Shard = Shard(), argv=None) -> dict:
     args = parse_args(argv)
-    if args.check or args.bench:
-        return check(args, ranks) if args.check else bench(args, ranks)
-    return serve(args, ranks) if args.prompt is None and args.prompt_ids is None else answer(args, ranks)
+    run = check if args.check else bench if args.bench else serve if args.prompt is None and args.prompt_ids is None else answer
+    return run(args, ranks)
 
 
 if __name__ == "__main__":
