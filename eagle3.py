@@ -39,20 +39,22 @@ Contents
     2. Configs
     3. Parallel
     4. Transformer pieces
-    5. Target
-    6. Hidden-state hooks
-    7. Draft head
-    8. Training-time test
-    9. Sampling
-    10. Draft tree
-    11. Verification
-    12. Engine
-    13. Checkpoints
-    14. Text
-    15. Training rows
-    16. Stored features
-    17. Wiring check
-    18. Scripts
+    5. Latent attention and experts
+    6. Target
+    7. Hidden-state hooks
+    8. Draft head
+    9. Training-time test
+    10. Sampling
+    11. Tree and acceptance
+    12. Round
+    13. Statistics and controller
+    14. Engine
+    15. Checkpoints
+    16. Text
+    17. Training rows
+    18. Stored features
+    19. Wiring check
+    20. Scripts
 """
 import base64
 import hashlib
@@ -945,6 +947,11 @@ class MLP(nn.Module):
         return all_reduce(self.partial(x), self.down_proj.shard)
 
 
+# -----------------------------------------------------------------------------
+# 5. Latent attention and experts
+# What DeepSeek and Kimi (and, of experts, Qwen3-MoE) have in place of a layer's attention and MLP: a reader of Llama skips it. Needs: 2, 3, 4.
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention, absorbed: all heads attend to one latent [c, rope] per token, which is all that is cached. What would
     turn c into a head's keys is applied to its queries instead, what would turn it into values to its result. Names are Hugging Face's."""
@@ -1089,9 +1096,9 @@ class MixtureOfExperts(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# 5. Target
+# 6. Target
 # The large model, reduced to what speculation needs: one forward that serves whole rows, prefill, a plain step and tree verification, and
-# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 2, 3, 4.
+# returns the captured boundaries itself, so that training and serving cannot capture differently. Needs: 2, 3, 4, 5.
 
 
 class TargetLayer(nn.Module):
@@ -1172,7 +1179,7 @@ class TargetEnds:
 
 
 # -----------------------------------------------------------------------------
-# 6. Hidden-state hooks
+# 7. Hidden-state hooks
 # For targets that are somebody else's nn.Module (a transformers model). Hooks registered on a compiled module capture nothing, in silence,
 # so that is refused, and so is a boundary that was not captured exactly once per forward. Needs: 1.
 
@@ -1237,7 +1244,7 @@ def capture_hidden_states(model: nn.Module, layout: FeatureLayout):
 
 
 # -----------------------------------------------------------------------------
-# 7. Draft head
+# 8. Draft head
 # One decoder layer that reads (hidden state, next token) and predicts the token after it. fuse() is for the target's features only, step()
 # is the layer; the same two serve training, evaluation and serving. Needs: 1, 2, 3, 4.
 # Official: eagle/model/cnets.py. The paper's figure has a second fully connected layer; code and checkpoints have none, nor do we.
@@ -1365,13 +1372,13 @@ def choose_draft_ids(counts: Tensor, size: int) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# 8. Training-time test
+# 9. Training-time test
 # The head is trained as it is served: K steps on its own hidden states, each seeing what serving would show it (EAGLE-3, section 3.2).
 # Everything stays unshifted; slot t at step i is given token t+1+i, guesses token t+2+i, and learns from the target's prediction at t+1+i.
 #
 #     tokens       x0 x1 x2 x3 x4 x5          slot 1, step 0: features f1, token x2, guesses x3; teacher: target at 2
 #     slot 1       f1                         slot 1, step 1: own hidden,  token x3, guesses x4; teacher: target at 3
-# Needs: 3, 4, 7.
+# Needs: 3, 4, 8.
 
 
 def shift(x: Tensor, by: int) -> Tensor:
@@ -1658,7 +1665,7 @@ def ttt_loss(head: DraftHead, batch: TTTBatch, num_counted: Tensor | None = None
 
 
 # -----------------------------------------------------------------------------
-# 9. Sampling
+# 10. Sampling
 # One rule for every temperature: the target's token is argmax(processed log-probabilities + noise(seed, position, token)). The noise is a
 # stateless function, so it does not matter when, where or beside whom a position is computed: sampled speculation gives, token for token,
 # the text that sampled plain decoding gives with the same seed, whatever the draft. Needs: 3.
@@ -1700,10 +1707,27 @@ class BatchSampling(NamedTuple):
     @classmethod
     def of(cls, settings: list[Sampling], device) -> "BatchSampling":
         column = lambda name, dtype: torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
+        new = cls(column("temperature", torch.float64), column("top_k", torch.int64), column("top_p", torch.float64),
+                  column("min_p", torch.float64), column("seed", torch.int64), True, False, 0)
+        return new.with_settings(settings)
+
+    def with_settings(self, settings: list[Sampling]) -> "BatchSampling":
+        """The same tensors, where these are the rows that matter."""
         limits = [s.top_k for s in settings if s.truncates]
-        return cls(column("temperature", torch.float64), column("top_k", torch.int64), column("top_p", torch.float64),
-                   column("min_p", torch.float64), column("seed", torch.int64), all(s.temperature == 0 for s in settings),
-                   bool(limits), max(limits) if limits and min(limits) > 0 else 0)
+        return self._replace(is_greedy=all(s.temperature == 0 for s in settings), truncates=bool(limits),
+                             width=max(limits) if limits and min(limits) > 0 else 0)
+
+    def rows(self, start: int, stop: int) -> "BatchSampling":
+        """Some rows, on the same memory."""
+        return BatchSampling(*(x[start:stop] for x in self[:5]), *self[5:])
+
+    def swap(self, a: int, b: int) -> None:
+        for x in self[:5]:
+            x[[a, b]] = x[[b, a]]
+
+    def set(self, row: int, sampling: Sampling) -> None:
+        for name, x in zip(self._fields, self[:5]):
+            x[row] = getattr(sampling, name)
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -1775,9 +1799,9 @@ def choose_tokens(own_logits: Tensor, positions: Tensor, sampling: BatchSampling
 
 
 # -----------------------------------------------------------------------------
-# 10. Draft tree
+# 11. Tree and acceptance
 # The guesses of one round. A chain is the tree with topk 1. `parents` is the only representation: depths, mask and paths follow from it,
-# on the device. Needs: 2, 4, 9.
+# on the device. Needs: 2, 4, 10.
 
 
 class DraftTree(NamedTuple):
@@ -1854,25 +1878,18 @@ def grow_tree(step, target_ids: Tensor, root: Tensor, hidden: Tensor, logits: Te
     return DraftTree(made.gather(1, kept), renumbered.gather(1, torch.cat(all_parents, 1).gather(1, kept)))
 
 
-# -----------------------------------------------------------------------------
-# 11. Verification
-# A guess is right if it is the token that the target chooses at its parent. Nothing else decides, so the text is the target's own,
-# whatever the draft. Needs: 10.
-
-
 class Accepted(NamedTuple):
     path: Tensor          # [B,P] accepted nodes from the root down; behind num_accepted the last one repeats
     num_accepted: Tensor  # [B] drafted nodes on the path, the root not counted
+    tokens: Tensor        # [B,P] what is emitted: the accepted guesses, then the bonus token at num_accepted
 
 
-def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
-    """target_tokens [B,N]: what the target chooses after each node -> the longest path that it agrees with (P = max_depth + 1).
-
-    Emitted are the target's tokens along the path: the accepted guesses, then the bonus token.
-    """
+def accept(tree: DraftTree, target_tokens: Tensor, mask: Tensor, max_depth: int) -> Accepted:
+    """target_tokens [B,N]: what the target chooses after each node, mask [B,N,N]: the tree's ancestor_mask -> the longest path that the
+    target agrees with (P = max_depth + 1). A guess is right if it is the token that the target chooses at its parent; nothing else decides,
+    so the text is the target's own, whatever the draft."""
     if max_depth == 0:  # a plain step: only the root
-        return Accepted(torch.zeros_like(target_tokens), torch.zeros_like(target_tokens[:, 0]))
-    mask = ancestor_mask(tree.parents)
+        return Accepted(torch.zeros_like(target_tokens), torch.zeros_like(target_tokens[:, 0]), target_tokens)
     agrees = tree.tokens == target_tokens.gather(1, tree.parents)
     agrees[:, 0] = True  # the root was emitted already
     on_path = ~(mask & ~agrees[:, None]).any(-1)
@@ -1882,13 +1899,158 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_depth: int) -> Accepted:
     num_accepted = depth[rows, last]
     steps = torch.arange(max_depth + 1, device=last.device)[None, :, None]
     at_depth = mask[rows, last][:, None] & (depth[:, None] == steps)  # [B,P,N]
-    return Accepted(torch.where(at_depth.any(-1), at_depth.int().argmax(-1), last[:, None]), num_accepted)
+    path = torch.where(at_depth.any(-1), at_depth.int().argmax(-1), last[:, None])
+    return Accepted(path, num_accepted, target_tokens.gather(1, path))
 
 
 # -----------------------------------------------------------------------------
-# 12. Engine
-# Several requests at once over fixed slots, each with its own length. A round is the same with and without a head: without one the tree is
-# just its root, and verification is a plain step. Needs: 2, 3, 4, 5, 7, 9, 10, 11.
+# 12. Round
+# Draft, verify, accept, commit: one function over tensors that stay where they are. A round without a shape is a plain step: its tree is
+# the root alone. The loop around it is the Engine's. Needs: 2, 3, 4, 6, 8, 10, 11.
+
+
+@dataclass
+class DecodeState:
+    """What B rows carry from round to round, written in place. A row's root, its newest token, is in neither cache. Its newest slots (features
+    at t, token t+1) wait here until the head drafts: the one place where the head meets true features, behind drafted rounds and plain ones."""
+    cache: KVCache               # the target's: lengths tokens
+    draft_cache: KVCache | None  # the head's: lengths - waiting slots
+    lengths: Tensor              # [B]
+    root: Tensor                 # [B]
+    active: Tensor               # [B] 1, or 0 for a row that computes along and is not to change
+    features: Tensor             # [B,W,A*C] of the slots that wait, left-aligned
+    following: Tensor            # [B,W] the token after each
+    waiting: Tensor              # [B] how many wait
+    sampling: BatchSampling      # of tensors [B]
+
+    def rows(self, start: int, stop: int) -> "DecodeState":
+        """Some rows, on the same memory."""
+        return DecodeState(*(x and x.rows(start, stop) if isinstance(x, KVCache | BatchSampling | None) else x[start:stop]
+                             for x in vars(self).values()))
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        for x in vars(self).values():
+            if isinstance(x, KVCache | BatchSampling):
+                x.swap(a, b)
+            elif x is not None:
+                x[[a, b]] = x[[b, a]]
+
+
+class Steps:
+    """The forwards of a round: tensors in, tensors out, every shape fixed but the number of columns. columns: arange over those of the caches
+    that are in use, see CacheContext."""
+
+    def __init__(self, target: Target, head: DraftHead | None):
+        self.target, self.head, self.shard = target, head, target.shard
+        self.boundaries = head.config.layout.boundaries if head else ()
+        self.target_ids = head.draft_to_target(torch.arange(len(head.d2t), device=head.d2t.device)) if head else None
+
+    def read(self, cache: KVCache, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, mask: Tensor | None = None):
+        """tokens, positions [B,N], mask [B,N,N] (None: each sees those before it) -> last hidden states [B,N,C], features [B,N,A*C]."""
+        out = self.target(tokens, CacheContext(cache, lengths, tokens.shape[1], columns, mask), positions, self.boundaries)
+        return out.last, self.head.config.layout.pack(out.captures) if self.head else out.last[..., :0]
+
+    def verify(self, cache: KVCache, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, mask: Tensor):
+        """A tree, or the root alone -> this rank's logits [B,N,V / ranks], features [B,N,A*C]."""
+        last, features = self.read(cache, tokens, positions, lengths, columns, mask)
+        return self.target.lm_head(self.target.norm(last)), features
+
+    def level(self, cache: KVCache, hidden: Tensor, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, block: Tensor,
+              offset: Tensor):
+        """One level of the tree, see grow_tree -> hidden states [B,k,C], logits [B,k,Vd]."""
+        context = CacheContext(cache, lengths, tokens.shape[1], columns, block, offset)
+        hidden, normed = self.head.step(hidden, tokens, positions, context)
+        return hidden, self.head.logits(normed)
+
+    def extend(self, cache: KVCache, features: Tensor, following: Tensor, count: Tensor, known: Tensor, columns: Tensor):
+        """True slots behind the `known` [B] ones: features [B,T,A*C] and the tokens that follow them [B,T], of which the first count [B] are
+        meant -> the head's hidden state [B,C] and logits [B,Vd] at the last of these."""
+        T = following.shape[1]
+        positions = known[:, None] + torch.arange(T, device=known.device)
+        hidden, normed = self.head.step(self.head.fuse(features), following, positions, CacheContext(cache, known, T, columns))
+        last = count.clamp(min=1)[:, None] - 1
+        return gather_nodes(hidden, last)[:, 0], self.head.logits(gather_nodes(normed, last))[:, 0]
+
+    def compiled(self) -> "Steps":
+        """The same, each compiled for any number of columns. Choosing, accepting and the tree's bookkeeping stay eager: small, and the same for
+        every kind of sampling.
+
+        On CUDA the graphs are recorded (not run so far: no GPU was at hand); what outlives a call is cloned, as recording asks.
+        """
+        torch._dynamo.config.recompile_limit = 64  # beyond the limit the compiler would fall back to eager in silence
+        # Graphs belong to these modules alone, which never change, so the checks of some hundred modules a call are left out.
+        compile_one = partial(torch.compile, fullgraph=True, isolate_recompiles=True,
+                              options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
+        if self.target.norm.weight.is_cuda:
+            graphed = partial(torch.compile, fullgraph=True, mode="reduce-overhead")
+            compile_one = lambda f: (lambda *args, run=graphed(f): tuple(x.clone() for x in run(*args)))
+        steps = Steps(self.target, self.head)
+        for name in ("verify", "level", "extend") if self.head else ("verify",):
+            setattr(steps, name, compile_one(getattr(self, name)))
+        return steps
+
+
+def read_waiting(steps: Steps, s: DecodeState, width: int, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Feed the head the slots that wait, at most `width` a row -> its hidden state [B,C] and logits [B,Vd] at the last."""
+    found = steps.extend(s.draft_cache, s.features[:, :width], s.following[:, :width], s.waiting, s.lengths - s.waiting, columns)
+    s.waiting.zero_()
+    return found
+
+
+class RoundResult(NamedTuple):
+    tokens: Tensor          # [B,P] the accepted guesses, then the bonus token
+    num_accepted: Tensor    # [B] emitted are tokens[b, :num_accepted[b] + 1]
+    is_finite: Tensor       # [B] all that chose them was finite
+    is_clean: Tensor        # [B] and so were all other guesses' scores
+    head_is_finite: Tensor  # [B] and the head's logits
+    path: Tensor            # [B,P] see Accepted
+    own_logits: Tensor      # [B,N,V / ranks]
+
+
+def speculative_round(steps: Steps, s: DecodeState, shape: SpecConfig | None, width: int, columns: Tensor, grow=grow_tree, accept=accept,
+                      mark=lambda: None) -> RoundResult:
+    """One round of all rows. width: the head reads the slots that wait, at most so many a row (0: not now, and then nothing is drafted);
+    grow, accept: see the functions of that name; mark is called before, between and after drafting and the rest. What ranks decide is rank
+    0's: kernels may round a near-tie another way elsewhere."""
+    mark()
+    # draft: behind the slots of the rounds before, which the head reads now
+    tree, head_is_finite = DraftTree(s.root[:, None], torch.zeros_like(s.root)[:, None]), torch.ones_like(s.root)
+    if width:
+        hidden, logits = read_waiting(steps, s, width, columns)
+    if shape:
+        level = lambda hidden, tokens, positions, block, offset: steps.level(
+            s.draft_cache, hidden, tokens, positions, s.lengths, columns, block, offset)
+        tree = grow(level, steps.target_ids, s.root, hidden, logits, s.lengths, shape, s.sampling)
+        tree, head_is_finite = DraftTree(*broadcast(torch.stack(tree), steps.shard)), logits.amax(-1).isfinite()
+    mark()
+    # verify: one target forward over all nodes
+    mask = ancestor_mask(tree.parents)
+    positions = s.lengths[:, None] + mask.sum(-1) - 1
+    own_logits, features = steps.verify(s.cache, tree.tokens, positions, s.lengths, columns, mask)
+    target_tokens, scores = choose_tokens(own_logits, positions + 1, s.sampling, steps.shard)
+    # accept: the longest path that the target would have written itself
+    path, num_accepted, tokens = accept(tree, target_tokens, mask, shape.num_steps if shape else 0)
+    finite = scores.isfinite()
+    counts = torch.stack([num_accepted, finite.gather(1, path).all(1), finite.all(1)], dim=1)
+    decided = broadcast(torch.cat([path, tokens, counts], dim=1), steps.shard)
+    path, tokens, (num_accepted, is_finite, is_clean) = *decided[:, :-3].chunk(2, dim=1), decided[:, -3:].unbind(1)
+    # commit: the path becomes the prefix, its slots wait for the head, the bonus token is the new root
+    if shape and shape.topk > 1:  # a chain's path lies dense already
+        s.cache.keep(s.lengths, path)
+    if steps.head:
+        rows, at = torch.arange(len(path), device=path.device)[:, None], torch.arange(path.shape[1], device=path.device)
+        s.features[rows, s.waiting[:, None] + at], s.following[rows, s.waiting[:, None] + at] = gather_nodes(features, path), tokens
+        s.waiting += (num_accepted + 1) * s.active
+    s.lengths += (num_accepted + 1) * s.active
+    s.root.copy_(tokens.gather(1, num_accepted[:, None])[:, 0])
+    mark()
+    return RoundResult(tokens, num_accepted, is_finite, is_clean, head_is_finite, path, own_logits)
+
+
+# -----------------------------------------------------------------------------
+# 13. Statistics and controller
+# What rounds gave and took, and what to draft next: no more than pays. Needs: 2.
 
 
 class Stopwatch:
@@ -2003,6 +2165,11 @@ class RoundTime(NamedTuple):
         return self.draft + self.verify + self.host
 
 
+# -----------------------------------------------------------------------------
+# 14. Engine
+# Several requests at once over fixed rows: queue, prompts in chunks, and what of a round's tokens is emitted. No arithmetic. Needs: 2, 3, 4, 6, 8, 10, 11, 12, 13.
+
+
 @dataclass(eq=False)
 class Request:
     prompt: list[int]
@@ -2010,12 +2177,321 @@ class Request:
     eos_token_ids: frozenset
     sampling: Sampling
     logprobs: int | None = None                      # how many of the most likely tokens to report beside each one
-    reused: int = 0                                  # prompt tokens that a slot held already
-    told: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # logprobs: by output token, its own, and the most likely
+    token_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # by output token, see token_logprobs
     output: list[int] = field(default_factory=list)  # emitted tokens, a final end-of-turn token included
     finish_reason: str | None = None                 # stop | length | cancelled | error
+    reused: int = 0                                  # prompt tokens that a row held already
     stats: SpecStats = field(default_factory=SpecStats)  # of the rounds that drafted
     plain_steps: int = 0                                 # rounds that did not, though there is a head
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    def emit(self, tokens: list[int]) -> list[int]:
+        """Append tokens up to the first end-of-turn token or the length limit, exactly; returns those that were emitted."""
+        tokens = tokens[:self.max_new_tokens - len(self.output)]
+        stop = next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
+        tokens = tokens if stop is None else tokens[:stop + 1]
+        self.output += tokens
+        self.finish_reason = "stop" if stop is not None else "length" if len(self.output) == self.max_new_tokens else None
+        return tokens
+
+
+@dataclass
+class BatchRow:
+    """Python's side of a row of the DecodeState."""
+    request: Request | None = None
+    read: int = 0                                           # prompt tokens in the caches
+    turn: int = 0                                           # prompts are read first come, first served
+    cached_tokens: list[int] = field(default_factory=list)  # of an idle row: what its caches, the head's too, still hold
+
+    @property
+    def decodes(self) -> bool:
+        return self.request is not None and self.read == len(self.request.prompt)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def token_logprobs(own_logits: Tensor, tokens: Tensor, count: int, shard: Shard) -> list[list[tuple[float, list[tuple[int, float]]]]]:
+    """The target's log-probabilities (at temperature 1) of tokens [B,P], each with the `count` most likely tokens and theirs."""
+    logprobs = all_gather(own_logits, shard).to(wide_dtype(own_logits.dtype)).log_softmax(-1)
+    best = logprobs.topk(min(count, logprobs.shape[-1]))
+    rivals = [[list(zip(*pair)) for pair in zip(*row)] for row in zip(best.indices.tolist(), best.values.tolist())]
+    return [list(zip(*row)) for row in zip(logprobs.gather(-1, tokens[..., None])[..., 0].tolist(), rivals)]
+
+
+class Engine:
+    """Decodes up to max_batch requests at once, speculating if it has a head.
+
+        engine = Engine(target, head, SpecConfig(4, 1, 5), max_batch=4, max_length=2048)
+        request = engine.submit([1, 2, 3], max_new_tokens=100)
+        while engine.busy:
+            for request, tokens in engine.step(): ...
+
+    max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
+    to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
+    finished one did takes over what that left in its row. A round computes all rows, or with one_alone the first where no other decodes.
+    margin: the cache's columns behind max_length, at least; attention over as many columns rounds alike, so engines whose texts are compared
+    have the same. grow, accept: other policies than grow_tree's and accept's. Raises ValueError for a head without a spec, or attached to
+    another target.
+    """
+    patience = 32  # plain rounds that the head may lie behind
+
+    def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | tuple[SpecConfig, ...] | None = None,
+                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512, one_alone: bool = True, margin: int = 0,
+                 grow=grow_tree, accept=accept):
+        if (head is None) != (spec is None):
+            raise ValueError("an Engine needs a draft head and a SpecConfig, or neither")
+        if head is not None and head.target is not target:
+            raise ValueError("the head must be attached to this Engine's target: head.attach(target)")
+        shapes = spec if isinstance(spec, tuple) else (spec,) if spec else ()
+        if head is not None and any(shape.topk > head.config.draft_vocab_size for shape in shapes):
+            raise ValueError(f"topk must not exceed the draft vocabulary of {head.config.draft_vocab_size}: got {', '.join(map(str, shapes))}")
+        if max_length > target.config.max_position_embeddings:
+            raise ValueError(f"max_length must be within the target's context of {target.config.max_position_embeddings} tokens: got {max_length}")
+        for module in (target, head) if head else (target,):
+            pack(module)
+        self.target, self.head, self.shard, self.shapes, self.is_auto = target, head, target.shard, shapes, isinstance(spec, tuple)
+        self.policies, self.steps, self.is_compiled = {"grow": grow, "accept": accept}, Steps(target, head), False
+        self.hot = self.steps  # compile() replaces them
+        self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
+        self.sizes = sorted({1, max_batch}) if one_alone else [max_batch]  # rows that a round may compute
+        self.path = max((shape.num_steps + 1 for shape in shapes), default=1)  # tokens that a round may emit
+        self.room = self.patience + self.path if head else 0                   # slots that may wait
+        # What may be written behind a row's length: the verified nodes, and in the head's cache waiting slots and the levels of the tree.
+        self.margin = max([self.room, self.patience, margin] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk) for s in shapes])
+        config, like, width = target.config, target.norm.weight, head.config.layout.width if head else 0
+        self.device, columns = like.device, max_length + self.margin
+        cache = KVCache(config.num_layers, max_batch, self.shard.count(config.cached[0]), columns, config.cached[1], like.dtype, self.device,
+                        config.cached[2])
+        draft_cache = head and KVCache(1, max_batch, self.shard.count(head.config.num_kv_heads), columns, head.config.head_dim,
+                                       head.norm.weight.dtype, self.device)
+        integers = partial(torch.zeros, dtype=torch.int64, device=self.device)
+        # A row that does not decode computes along, and writes behind max_length.
+        self.state = DecodeState(cache, draft_cache, integers(max_batch) + max_length, integers(max_batch), integers(max_batch),
+                                 torch.zeros(max_batch, self.room, width, dtype=like.dtype, device=self.device), integers(max_batch, self.room),
+                                 integers(max_batch), BatchSampling.of([Sampling()] * max_batch, self.device))
+        self.views = {size: self.state.rows(0, size) for size in self.sizes}
+        self.columns, self.plain_rounds = torch.arange(columns, device=self.device), 0  # since the head read what waits
+        self.rows, self.waiting, self.turns = [BatchRow() for _ in range(max_batch)], deque(), itertools.count()
+        self.reset_measurements()
+
+    def reset_measurements(self) -> None:
+        """Forget what was measured so far: a warm-up, say."""
+        self.rounds: deque[RoundTime] = deque(maxlen=100_000)  # a server runs for months
+        self.controllers = {size: Controller(self.shapes) for size in self.sizes} if self.is_auto else None
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(row.request is not None for row in self.rows)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None, sampling: Sampling = Sampling(),
+               logprobs: int | None = None) -> Request:
+        """Queue a request; eos_token_ids: default the target's, () to never stop; logprobs: fill Request.token_logprobs, with so many rivals
+        of each token. Raises ValueError for what cannot be served."""
+        vocab_size = self.target.config.vocab_size
+        if not prompt or max_new_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and max_new_tokens of at least 1: "
+                             f"got {len(prompt)} and {max_new_tokens}")
+        if len(prompt) + max_new_tokens > self.max_length:
+            raise ValueError(f"prompt and new tokens must fit max_length={self.max_length}: got {len(prompt)} + {max_new_tokens}")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(f"prompt ids must be within 0..{vocab_size - 1}: got {min(prompt)}..{max(prompt)}")
+        eos = self.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self.waiting.append(Request(list(prompt), max_new_tokens, frozenset(eos), sampling, logprobs))
+        return self.waiting[-1]
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it stands; what it has emitted stays."""
+        if request.finish_reason is None:
+            request.finish_reason = "cancelled"
+            if request in self.waiting:
+                self.waiting.remove(request)
+            for index, row in enumerate(self.rows):
+                if row.request is request:
+                    self._free(index)
+
+    @torch.no_grad()
+    def step(self, shape: SpecConfig | None | str = "choose") -> list[tuple[Request, list[int]]]:
+        """Admit waiting requests into free rows, read prompts until prefill_chunk tokens were read, then run one round (of a given shape;
+        None drafts nothing) for those that decode; returns what each got."""
+        events, budget = [], self.prefill_chunk
+        while budget > 0 and (index := self._admit()) is not None:
+            request, before = self.rows[index].request, self.rows[index].read
+            new = self._prefill(index)
+            budget -= min(self.prefill_chunk, len(request.prompt) - before)
+            events += [(request, new)] if new or request.finish_reason else []
+        size = self._rows_to_compute()
+        if size:
+            if shape == "choose":
+                shape = self.controllers[size].choose() if self.controllers else self.shapes[0] if self.shapes else None
+            events += self._round(self._agree(shape), size)
+        return events
+
+    def _admit(self) -> int | None:
+        """Give waiting requests the free rows, each the one that holds most of its beginning already; returns the row that reads next."""
+        while self.waiting and self.running < self.max_batch:
+            request = self.waiting.popleft()
+            shared = [-1 if row.request else common_prefix(row.cached_tokens, request.prompt) for row in self.rows]
+            index = max(range(self.max_batch), key=lambda i: (shared[i], -len(self.rows[i].cached_tokens)))
+            # The last shared token is read again: its slot knows another token to follow, and the target's logits are needed.
+            request.reused = max(0, shared[index] - 1)
+            self.rows[index] = BatchRow(request, request.reused, next(self.turns))
+        reading = [i for i, row in enumerate(self.rows) if row.request and not row.decodes]
+        return min(reading, key=lambda i: self.rows[i].turn, default=None)
+
+    def _rows_to_compute(self) -> int:
+        """How many rows the round computes; 0 if none decodes. One that decodes alone is moved to the first row, if that is free."""
+        decoding = [i for i, row in enumerate(self.rows) if row.decodes]
+        if len(decoding) != 1 or self.sizes[0] > 1 or self.rows[0].request not in (None, self.rows[decoding[0]].request):
+            return self.max_batch if decoding else 0
+        if decoding[0]:
+            self.state.swap(0, decoding[0])
+            self.rows[0], self.rows[decoding[0]] = self.rows[decoding[0]], self.rows[0]
+        return 1
+
+    def _agree(self, shape: SpecConfig | None) -> SpecConfig | None:
+        """Rank 0's shape: each rank's clock may have chosen another. Raises RuntimeError for ranks that were not given the same requests."""
+        choices = (None, *self.shapes)
+        ours = [choices.index(shape), len(self.waiting), *(len(row.request.tokens) if row.request else 0 for row in self.rows)]
+        index, *state = broadcast(torch.tensor(ours), self.shard).tolist()
+        if state != ours[1:]:
+            raise RuntimeError(f"rank {self.shard.rank} was not given the requests that rank 0 has: every rank must submit and cancel the same ones, "
+                               "between the same steps")
+        return choices[index]
+
+    def _clear(self, index: int, start: int, caches=None) -> None:
+        """Zero a row's cache columns from `start` on: a masked NaN is still NaN x 0 = NaN for whoever comes next."""
+        for cache in caches or filter(None, (self.state.cache, self.state.draft_cache)):
+            for cached in (*cache.keys, *cache.values):
+                cached[index, :, start:] = 0
+
+    def _free(self, index: int) -> None:
+        row, s = self.rows[index], self.state.rows(index, index + 1)
+        if row.request.finish_reason == "error":
+            cached_tokens = []
+            self._clear(index, 0)
+            s.features.zero_()
+        else:  # the root is not in the caches, and the head has not read what waits
+            cached_tokens = row.request.tokens[:len(row.request.tokens) - 1 - int(s.waiting)] if row.decodes else row.request.prompt[:row.read]
+        self.rows[index] = BatchRow(cached_tokens=cached_tokens)
+        s.active[0], s.waiting[0], s.lengths[0] = 0, 0, self.max_length
+
+    def _prefill(self, index: int) -> list[int]:
+        """Read the next chunk of a row's prompt, eagerly (every length is another shape); the last one emits the first token, and returns it."""
+        row, s = self.rows[index], self.state.rows(index, index + 1)
+        request, start = row.request, row.read
+        tokens = torch.tensor([request.prompt[start:start + self.prefill_chunk]], device=self.device)  # [1,T]
+        end = row.read = start + tokens.shape[1]
+        known, columns, positions = torch.tensor([start], device=self.device), self.columns[:end], self.columns[None, start:end]
+        last, features = self.steps.read(s.cache, tokens, positions, known, columns)
+        following = torch.tensor([request.prompt[end:end + 1]], device=self.device)  # behind this chunk: the next prompt token
+        is_finite, is_last = last.isfinite().all().long().view(1, 1), end == len(request.prompt)
+        if is_last:
+            own_logits = self.target.lm_head(self.target.norm(last[:, -1:]))
+            following, score = choose_tokens(own_logits, positions[:, -1:] + 1, BatchSampling.of([request.sampling], self.device), self.shard)
+            is_finite = is_finite * score.isfinite()
+        following, is_finite = broadcast(torch.cat([following, is_finite]), self.shard).split(1)
+        if self.head:  # the prompt's last slot waits, as a round's do
+            shifted, count = torch.cat([tokens[:, 1:], following], dim=1), tokens.shape[1] - is_last
+            if count:
+                self.steps.extend(s.draft_cache, features[:, :count], shifted[:, :count], known * 0 + count, known, columns)
+            s.features[:, 0], s.following[:, 0] = features[:, -1], shifted[:, -1]
+        if not is_finite:
+            request.finish_reason = "error"
+            self._free(index)
+        if not is_last or not is_finite:
+            return []
+        self._clear(index, self.max_length)  # what it wrote there while it did not decode
+        s.lengths[0], s.root[0], s.active[0], s.waiting[0] = end, following[0, 0], 1, int(self.head is not None)
+        s.sampling.set(0, request.sampling)
+        if request.logprobs is not None:
+            request.token_logprobs += token_logprobs(own_logits, following, request.logprobs, self.shard)[0]
+        return self._emit(index, [int(following)])
+
+    def _emit(self, index: int, tokens: list[int]) -> list[int]:
+        request = self.rows[index].request
+        new = request.emit(tokens)
+        if request.finish_reason:
+            self._free(index)
+        return new
+
+    def _columns(self) -> Tensor:
+        """The cache columns that this round reads: those in use. Marked as of any length for the compiler; on CUDA, where every length
+        would be another recorded graph, in steps of 256."""
+        reach = max(len(row.request.tokens) for row in self.rows if row.decodes) - 1 + self.margin
+        if self.columns.is_cuda:
+            reach = min(-(-reach // 256) * 256, len(self.columns))
+        columns = self.columns[:reach]
+        if self.is_compiled:
+            torch._dynamo.mark_dynamic(columns, 0)
+        return columns
+
+    def _round(self, shape: SpecConfig | None, size: int) -> list[tuple[Request, list[int]]]:
+        """A round of the first `size` rows, then one small transfer that tells Python what was emitted."""
+        watch, columns, s = Stopwatch(self.device), self._columns(), self.views[size]
+        decoding = {index: row.request for index, row in enumerate(self.rows[:size]) if row.decodes}
+        s.sampling = s.sampling.with_settings([request.sampling for request in decoding.values()])
+        is_due = shape is not None or self.plain_rounds == self.patience - 1  # then there is no more room to wait
+        width = 0 if not (self.head and is_due) else self.room if self.plain_rounds else self.path
+        result = speculative_round(self.hot, s, shape, width, columns, **self.policies, mark=watch.mark)
+        self.plain_rounds = 0 if shape else 1 if width else self.plain_rounds + 1
+        told = torch.stack([result.num_accepted, result.is_finite, result.is_clean, result.head_is_finite], dim=1)
+        told = torch.cat([told, result.tokens], dim=1).tolist()  # the one transfer
+        begun, events = time.perf_counter(), []
+        rivals = max((request.logprobs for request in decoding.values() if request.logprobs is not None), default=None)
+        logprobs = [] if rivals is None else token_logprobs(gather_nodes(result.own_logits, result.path), result.tokens, rivals, self.shard)
+        for index, request in decoding.items():
+            accepted, is_finite, is_clean, head_is_finite, *tokens = told[index]
+            known = len(request.tokens) - 1
+            if not head_is_finite:
+                warnings.warn("the draft head's hidden states are not finite: its guesses are noise (the text is right all the same)")
+                self._clear(index, known, [s.draft_cache])
+            if not is_clean:  # of a guess that was not accepted, say
+                self._clear(index, known + accepted + 1)
+            if is_finite:
+                new = self._emit(index, tokens[:accepted + 1])
+            else:  # this request alone fails
+                request.finish_reason, new = "error", []
+                self._free(index)
+            if request.logprobs is not None:
+                request.token_logprobs += [(own, likely[:request.logprobs]) for own, likely in logprobs[index][:len(new)]]
+            if shape is None and self.head:
+                request.plain_steps += 1
+            elif is_finite and (len(new) == accepted + 1 or request.finish_reason == "stop"):
+                request.stats.add(len(new), min(accepted, len(new)))
+            events.append((request, new))
+        done = RoundTime(shape, *watch.laps(), (time.perf_counter() - begun) * 1000, len(decoding), sum(1 + told[i][0] for i in decoding))
+        self.rounds.append(done)
+        if self.controllers:
+            self.controllers[size].record(shape, done.ms, done.tokens / len(decoding))
+        return events
+
+    def compile(self) -> "Engine":
+        """Compile the steps of a round and run each once, so that nothing is compiled while requests wait. The eager ones stay the oracle."""
+        self.hot, self.is_compiled = self.steps.compiled(), True
+        chunk, self.prefill_chunk = self.prefill_chunk, max(self.prefill_chunk, self.max_batch)  # so that all of them decode at once
+        shapes = self.shapes or (None,)
+        if self.is_auto:  # behind a plain round the head reads more slots
+            shapes = (shapes[0], None, *shapes)
+        for size in self.sizes:
+            for shape in shapes:
+                for _ in range(size):
+                    self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
+                self.step(shape)
+        for row in self.rows:
+            row.cached_tokens = []
+        self.prefill_chunk = chunk
+        self.reset_measurements()  # of the compiler's seconds
+        return self
 
 
 def run_requests(engine: "Engine", prompts: list[list[int]], max_new_tokens: int, eos_token_ids=None,
@@ -2029,414 +2505,6 @@ def run_requests(engine: "Engine", prompts: list[list[int]], max_new_tokens: int
         raise ValueError(f"the target's logits were not finite for prompts {failed}: check its weights and dtype "
                          "(fp16 overflows where bf16 does not)")
     return requests
-
-
-class Engine:
-    """Decodes up to max_batch requests at once, speculating if it has a head.
-
-        engine = Engine(target, head, SpecConfig(4, 1, 5), max_batch=4, max_length=2048)
-        request = engine.submit([1, 2, 3], max_new_tokens=100)
-        while engine.busy:
-            for request, tokens in engine.step(): ...
-
-    max_length bounds prompt + new tokens of a request. With a tuple of SpecConfigs (AUTO_SHAPES) a Controller chooses one of them, or not
-    to draft, round by round. Prompts are read in chunks between rounds, so that a long one holds up nobody; a request that begins as a
-    finished one did takes over what that left in its slot. A round computes the least number of rows, of `sizes` (ascending, the last
-    max_batch; default 1 and max_batch), that hold the requests which decode; each size is compiled on its own. margin: the cache's columns
-    behind max_length, at least; attention over as many columns rounds alike, so engines whose texts are compared have the same. Raises
-    ValueError for a head without a spec, or attached to another target.
-    """
-    block = 32  # slots that the head catches up with at once after plain steps, and the least margin
-
-    def __init__(self, target: Target, head: DraftHead | None = None, spec: SpecConfig | tuple[SpecConfig, ...] | None = None,
-                 max_batch: int = 1, max_length: int = 2048, prefill_chunk: int = 512, sizes: tuple[int, ...] | None = None, margin: int = 0):
-        if (head is None) != (spec is None):
-            raise ValueError("an Engine needs a draft head and a SpecConfig, or neither")
-        if head is not None and head.target is not target:
-            raise ValueError("the head must be attached to this Engine's target: head.attach(target)")
-        shapes = spec if isinstance(spec, tuple) else (spec,) if spec else ()
-        if head is not None and any(shape.topk > head.config.draft_vocab_size for shape in shapes):
-            raise ValueError(f"topk must not exceed the draft vocabulary of {head.config.draft_vocab_size}: got {', '.join(map(str, shapes))}")
-        config, weight, self.shard = target.config, target.norm.weight, target.shard
-        if max_length > config.max_position_embeddings:
-            raise ValueError(f"max_length must be within the target's context of {config.max_position_embeddings} tokens: got {max_length}")
-        self.target, self.head, self.shapes = target, head, shapes
-        for module in (target, head) if head else (target,):
-            pack(module)
-        self.is_compiled, self.sizes = False, sizes or tuple(sorted({1, max_batch}))
-        self.is_auto = isinstance(spec, tuple)
-        self.reset_measurements()
-        self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
-        self.device = weight.device
-        # What a round may write behind a row's length: the verified nodes, and in the head's cache the levels of the tree.
-        self.margin = max([self.block, margin] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk, s.num_steps + 1) for s in shapes])
-        columns = max_length + self.margin
-        heads, width, value_width = config.cached
-        self.cache = KVCache(config.num_layers, max_batch, self.shard.count(heads), columns, width, weight.dtype, self.device, value_width)
-        if head is not None:
-            own = head.config
-            self.draft_cache = KVCache(1, max_batch, self.shard.count(own.num_kv_heads), columns, own.head_dim, head.norm.weight.dtype, self.device)
-            self.hidden = torch.zeros(max_batch, own.hidden_size, dtype=head.norm.weight.dtype, device=self.device)  # at the last true slot
-            self.draft_logits = torch.zeros(max_batch, own.draft_vocab_size, dtype=head.norm.weight.dtype, device=self.device)
-            width = head.config.layout.width
-            self.late_features = torch.zeros(max_batch, self.block, width, dtype=weight.dtype, device=self.device)  # of plain steps
-            self.late_tokens = torch.zeros(max_batch, self.block, dtype=torch.int64, device=self.device)
-            self.late, self.late_rounds = torch.zeros(max_batch, dtype=torch.int64, device=self.device), 0  # slots that the head is behind
-            self.target_ids = head.draft_to_target(torch.arange(own.draft_vocab_size, device=self.device))
-        # Tokens in the caches: all but the root. A slot that does not decode computes along, and writes behind max_length, where none reads.
-        self.caches = {size: (self.cache.rows(0, size), self.draft_cache.rows(0, size) if head else None) for size in self.sizes}
-        self.lengths = torch.full((max_batch,), max_length, device=self.device)
-        self.root = torch.zeros_like(self.lengths)
-        self.active = torch.zeros_like(self.lengths)  # 1 where a request decodes
-        self.read: dict[int, int] = {}                # slots that still read their prompt: tokens read
-        self.held: list[list[int]] = [[] for _ in range(max_batch)]  # by idle slot: tokens that its caches hold, the head's too
-        self.columns = torch.arange(columns, device=self.device)
-        self.slots: list[Request | None] = [None] * max_batch
-        self._occupy(0, None)
-        self.waiting: deque[Request] = deque()
-
-    def reset_measurements(self) -> None:
-        """Forget what was measured so far: a warm-up, say."""
-        self.rounds: deque[RoundTime] = deque(maxlen=100_000)  # a server runs for months
-        self.controllers = {size: Controller(self.shapes) for size in self.sizes} if self.is_auto else None
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        return self.head.config.layout.boundaries if self.head else ()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting) or any(self.slots)
-
-    def submit(self, prompt: list[int], max_new_tokens: int, eos_token_ids=None, sampling: Sampling = Sampling(),
-               logprobs: int | None = None) -> Request:
-        """Queue a request; eos_token_ids: default the target's, () to never stop; logprobs: fill Request.told, with so many rivals of each
-        token. Raises ValueError for what cannot be served."""
-        vocab_size = self.target.config.vocab_size
-        if not prompt or max_new_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and max_new_tokens of at least 1: "
-                             f"got {len(prompt)} and {max_new_tokens}")
-        if len(prompt) + max_new_tokens > self.max_length:
-            raise ValueError(f"prompt and new tokens must fit max_length={self.max_length}: got {len(prompt)} + {max_new_tokens}")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError(f"prompt ids must be within 0..{vocab_size - 1}: got {min(prompt)}..{max(prompt)}")
-        eos = self.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        request = Request(list(prompt), max_new_tokens, frozenset(eos), sampling, logprobs)
-        self.waiting.append(request)
-        return request
-
-    def cancel(self, request: Request) -> None:
-        """End a request where it stands; what it has emitted stays."""
-        if request.finish_reason is None:
-            if request in self.waiting:
-                self.waiting.remove(request)
-            self._finish(request, "cancelled")
-
-    def _occupy(self, slot: int, request: Request | None) -> None:
-        self.slots[slot] = request
-        settings = [r.sampling if r else Sampling() for r in self.slots]
-        self.sampling = {size: BatchSampling.of(settings[:size], self.device) for size in self.sizes}
-
-    def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
-        if request not in self.slots:
-            return
-        slot = self.slots.index(request)
-        held = self.read.pop(slot, None)  # the root is not in the caches; the head may be behind
-        held = len(request.prompt + request.output) - 1 - (int(self.late[slot]) if self.head else 0) if held is None else held
-        self.held[slot] = (request.prompt + request.output)[:held]
-        self._occupy(slot, None)
-        self.active[slot], self.lengths[slot] = 0, self.max_length
-        if self.head:
-            self.late[slot] = 0
-        if reason == "error":  # a masked NaN is still NaN x 0 = NaN for whoever comes next
-            self.held[slot], states = [], [*self.cache.keys, *self.cache.values]
-            if self.head:
-                states += [*self.draft_cache.keys, *self.draft_cache.values, self.hidden, self.draft_logits, self.late_features]
-            for state in states:
-                state[slot] = 0
-
-    def _emit(self, request: Request, tokens: list[int]) -> list[int]:
-        """Append tokens up to the first end-of-turn token or the length limit, exactly; returns those that were emitted."""
-        tokens = tokens[:request.max_new_tokens - len(request.output)]
-        stop = next((i for i, token in enumerate(tokens) if token in request.eos_token_ids), None)
-        tokens = tokens if stop is None else tokens[:stop + 1]
-        request.output += tokens
-        if stop is not None:
-            self._finish(request, "stop")
-        elif len(request.output) == request.max_new_tokens:
-            self._finish(request, "length")
-        return tokens
-
-    def _columns(self) -> Tensor:
-        """The cache columns that this round reads: those in use. Marked as of any length for the compiler; on CUDA, where every length
-        would be another recorded graph, in steps of 256."""
-        reach = max(len(r.prompt) + len(r.output) - 1 for slot, r in enumerate(self.slots) if r and slot not in self.read) + self.margin
-        if self.device.type == "cuda":
-            reach = min(-(-reach // 256) * 256, len(self.columns))
-        columns = self.columns[:reach]
-        if self.is_compiled:
-            torch._dynamo.mark_dynamic(columns, 0)
-        return columns
-
-    def _admit(self) -> None:
-        """Give waiting requests the free slots: each the one that holds most of its beginning already."""
-        while self.waiting and None in self.slots:
-            request = self.waiting.popleft()
-            shared = lambda slot: next((i for i, (a, b) in enumerate(zip(self.held[slot], request.prompt)) if a != b),
-                                       min(len(self.held[slot]), len(request.prompt)))
-            free = [slot for slot, other in enumerate(self.slots) if other is None]
-            slot = max(free, key=lambda slot: (shared(slot), -len(self.held[slot]), -slot))
-            # The last shared token is read again: the head's slot there knows another token to follow, and the target's logits are needed.
-            self.read[slot] = request.reused = max(0, min(shared(slot), len(request.prompt)) - 1)
-            self.held[slot] = []
-            self._occupy(slot, request)
-
-    @torch.no_grad()
-    def step(self, shape: SpecConfig | None | str = "choose") -> list[tuple[Request, list[int]]]:
-        """Admit waiting requests into free slots, read prompts until prefill_chunk tokens were read, then run one round (of a given shape;
-        None drafts nothing) for those that decode; returns what each got."""
-        events, budget = [], self.prefill_chunk
-        while budget > 0:
-            self._admit()
-            if not self.read:
-                break
-            slot = next(iter(self.read))  # first come, first served
-            request, before = self.slots[slot], self.read[slot]
-            new = self._prefill(slot)
-            budget -= self.read.get(slot, len(request.prompt)) - before
-            if slot not in self.read:
-                events.append((request, new))
-        size = self._gather_rows()
-        if size:
-            if shape == "choose":
-                shape = self.controllers[size].choose() if self.controllers else self.shapes[0] if self.shapes else None
-            events += self._round(self._agree(shape), size)
-        return events
-
-    def _gather_rows(self) -> int:
-        """How many rows the round computes, 0 if none decodes: the least of `sizes` into whose slots all that decode can be moved."""
-        decoding = [slot for slot, request in enumerate(self.slots) if request and slot not in self.read]
-        for size in self.sizes if decoding else ():
-            outside = [slot for slot in decoding if slot >= size]
-            free = [slot for slot in range(size) if self.slots[slot] is None]
-            if len(outside) <= len(free):
-                for slot, other in zip(free, outside):
-                    self._move(other, slot)
-                return size
-        return 0
-
-    def _move(self, slot: int, free: int) -> None:
-        """A decoding request into a free slot; what that held goes the other way."""
-        for cache in (self.cache, self.draft_cache) if self.head else (self.cache,):
-            cache.swap(slot, free)
-        states = [self.lengths, self.root, self.active]
-        if self.head:
-            states += [self.hidden, self.draft_logits, self.late, self.late_features, self.late_tokens]
-        for state in states:
-            state[[free, slot]] = state[[slot, free]]
-        self.held[free], self.held[slot] = self.held[slot], self.held[free]
-        request = self.slots[slot]
-        self._occupy(slot, None)
-        self._occupy(free, request)
-
-    def _agree(self, shape: SpecConfig | None) -> SpecConfig | None:
-        """Rank 0's shape: each rank's clock may have chosen another. Raises RuntimeError for ranks that were not given the same requests."""
-        choices = (None, *self.shapes)
-        ours = [choices.index(shape), len(self.waiting), *(len(r.prompt) + len(r.output) if r else 0 for r in self.slots)]
-        index, *state = broadcast(torch.tensor(ours), self.shard).tolist()
-        if state != ours[1:]:
-            raise RuntimeError(f"rank {self.shard.rank} was not given the requests that rank 0 has: every rank must submit and cancel the same ones, "
-                               "between the same steps")
-        return choices[index]
-
-    def compile(self) -> "Engine":
-        """Compile the hot functions and run each once, so that nothing is compiled while requests wait. Selection (noise, acceptance, the
-        tree's bookkeeping) stays eager: small, and the same for every kind of sampling. The eager functions stay the oracle.
-
-        On CUDA the graphs are recorded (not run so far: no GPU was at hand); what outlives a call is cloned, as recording asks.
-        """
-        torch._dynamo.config.recompile_limit = 64  # beyond the limit the compiler would fall back to eager in silence
-        # Each engine's graphs are its own, and it never changes its modules, so the checks of some hundred modules a call are left out.
-        compiled = partial(torch.compile, fullgraph=True, isolate_recompiles=True,
-                           options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
-        if self.device.type == "cuda":
-            graphed = partial(torch.compile, fullgraph=True, mode="reduce-overhead")
-            compiled = lambda f: (lambda *args, run=graphed(f): tuple(x.clone() for x in run(*args)))
-        self.is_compiled = True
-        self._run_target = compiled(self._run_target)
-        if self.head:
-            self._run_head, self._run_extend = compiled(self._run_head), compiled(self._run_extend)
-        chunk, self.prefill_chunk = self.prefill_chunk, max(self.prefill_chunk, self.max_batch)  # so that all of them decode at once
-        for size_below in (0, *self.sizes[:-1]):
-            for shape in (None, *self.shapes) if self.controllers or not self.head else self.shapes:
-                for _ in range(size_below + 1):
-                    self.submit([0], min(2, self.max_length - 1), ())  # ends with its first round, however much of it is accepted
-                self.step(shape)
-        self.held, self.prefill_chunk = [[] for _ in range(self.max_batch)], chunk
-        self.reset_measurements()  # of the compiler's seconds
-        return self
-
-    # The hot functions: tensors in, tensors out, every shape fixed but the number of columns. These are what compile() compiles.
-
-    def _run_target(self, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """A plain step, or the verification of a tree: tokens, positions [B,N], mask [B,N,N] -> this rank's logits [B,N,V / ranks],
-        features [B,N,A*C]."""
-        cache = self.caches[len(tokens)][0]
-        out = self.target(tokens, CacheContext(cache, lengths, tokens.shape[1], columns, mask), positions, self.boundaries)
-        own_logits = self.target.lm_head(self.target.norm(out.last))
-        return own_logits, self.head.config.layout.pack(out.captures) if self.head else out.last
-
-    def _run_head(self, hidden: Tensor, tokens: Tensor, positions: Tensor, lengths: Tensor, columns: Tensor, block: Tensor,
-                  offset: Tensor) -> tuple[Tensor, Tensor]:
-        """One level of the tree: see grow_tree."""
-        context = CacheContext(self.caches[len(tokens)][1], lengths, tokens.shape[1], columns, block, offset)
-        hidden, normed = self.head.step(hidden, tokens, positions, context)
-        return hidden, self.head.logits(normed)
-
-    def _run_extend(self, features: Tensor, tokens: Tensor, count: Tensor, lengths: Tensor, columns: Tensor,
-                    cache: KVCache | None = None) -> tuple[Tensor, Tensor]:
-        """Feed the head true slots: features [B,T,A*C] and the tokens that follow them [B,T], of which the first count [B] are meant.
-        Returns its hidden state [B,C] and logits [B,Vd] at the last of these."""
-        T = tokens.shape[1]
-        positions = lengths[:, None] + torch.arange(T, device=tokens.device)
-        context = CacheContext(cache or self.caches[len(tokens)][1], lengths, T, columns)
-        hidden, normed = self.head.step(self.head.fuse(features), tokens, positions, context)
-        last = count[:, None] - 1
-        return gather_nodes(hidden, last)[:, 0], self.head.logits(gather_nodes(normed, last))[:, 0]
-
-    def _prefill(self, slot: int) -> list[int]:
-        """Run the next chunk of a slot's prompt through target and head, eagerly (every length is another shape); the last one emits the
-        first token, and returns it."""
-        request, start = self.slots[slot], self.read[slot]
-        own = BatchSampling.of([request.sampling], self.device)
-        tokens = torch.tensor([request.prompt[start:start + self.prefill_chunk]], device=self.device)  # [1,T]
-        T, end = tokens.shape[1], start + tokens.shape[1]
-        lengths, columns, is_last = torch.tensor([start], device=self.device), self.columns[:end], end == len(request.prompt)
-        positions = columns[None, start:]
-        out = self.target(tokens, CacheContext(self.cache.rows(slot, slot + 1), lengths, T, columns), positions, self.boundaries)
-        following = torch.tensor([request.prompt[end:end + 1]], device=self.device)  # behind this chunk: the next prompt token
-        is_finite = out.last.isfinite().all().long().view(1, 1)
-        if is_last:
-            own_logits = self.target.lm_head(self.target.norm(out.last[:, -1:]))
-            following, score = choose_tokens(own_logits, positions[:, -1:] + 1, own, self.shard)
-            is_finite = is_finite * score.isfinite()
-        following, is_finite = broadcast(torch.cat([following, is_finite]), self.shard).split(1)
-        if self.head:
-            features, count = self.head.config.layout.pack(out.captures), torch.tensor([T], device=self.device)
-            shifted = torch.cat([tokens[:, 1:], following], dim=1)
-            cache = self.draft_cache.rows(slot, slot + 1)
-            hidden, draft_logits = Engine._run_extend(self, features, shifted, count, lengths, columns, cache)
-            self.hidden[slot], self.draft_logits[slot] = hidden[0], draft_logits[0]
-        self.read[slot] = end
-        if not is_finite:
-            self._finish(request, "error")
-            return []
-        if not is_last:
-            return []
-        del self.read[slot]
-        self.lengths[slot], self.root[slot], self.active[slot] = end, following[0, -1], 1
-        if request.logprobs is not None:
-            request.told += [(own, rivals[:request.logprobs]) for own, rivals in self._logprobs(own_logits, following)[0]]
-        return self._emit(request, [int(following[0, -1])])
-
-    def _logprobs(self, own_logits: Tensor, tokens: Tensor) -> list[list[tuple[float, list[tuple[int, float]]]]]:
-        """The target's log-probabilities (at temperature 1) of tokens [B,P], and the most likely tokens with theirs."""
-        logprobs = all_gather(own_logits, self.shard).to(wide_dtype(own_logits.dtype)).log_softmax(-1)
-        best = logprobs.topk(min(max(r.logprobs or 0 for r in self.slots if r), logprobs.shape[-1]))
-        chosen = logprobs.gather(-1, tokens[..., None])[..., 0].tolist()
-        rivals = [[list(zip(*pair)) for pair in zip(*row)] for row in zip(best.indices.tolist(), best.values.tolist())]
-        return [list(zip(*row)) for row in zip(chosen, rivals)]
-
-    def _catch_up(self, columns: Tensor, size: int) -> None:
-        """Feed the head the slots of the plain steps since it last ran; a row that is not behind keeps its state."""
-        late = self.late[:size]
-        hidden, logits = self._run_extend(self.late_features[:size], self.late_tokens[:size], late.clamp(min=1), self.lengths[:size] - late, columns)
-        behind = (late > 0)[:, None]
-        self.hidden[:size], self.draft_logits[:size] = (torch.where(behind, new, old[:size]) for new, old in (
-            (hidden, self.hidden), (logits, self.draft_logits)))
-        late.zero_()
-
-    def _draft(self, shape: SpecConfig | None, columns: Tensor, size: int) -> DraftTree:
-        root, lengths = self.root[:size], self.lengths[:size]
-        if shape is None:
-            return DraftTree(root[:, None], torch.zeros_like(root)[:, None])
-        if self.late_rounds:
-            self._catch_up(columns, size)
-        step = lambda hidden, tokens, positions, block, offset: self._run_head(hidden, tokens, positions, lengths, columns, block, offset)
-        return grow_tree(step, self.target_ids, root, self.hidden[:size], self.draft_logits[:size], lengths, shape, self.sampling[size])
-
-    def _choose(self, own_logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return choose_tokens(own_logits, positions, self.sampling[len(positions)], self.shard)
-
-    def _round(self, shape: SpecConfig | None, size: int) -> list[tuple[Request, list[int]]]:
-        """Draft, verify, accept, commit, in the first `size` slots; then one small transfer tells Python what was accepted. The tree and what
-        is accepted of it are rank 0's: kernels may round a near-tie another way elsewhere."""
-        watch, columns = Stopwatch(self.device), self._columns()
-        active, lengths = self.active[:size], self.lengths[:size].clone()
-        watch.mark()
-        tree = self._draft(shape, columns, size)
-        if shape:
-            tree = DraftTree(*broadcast(torch.stack(tree), self.shard))
-        watch.mark()
-        mask = ancestor_mask(tree.parents)
-        positions = lengths[:, None] + mask.sum(-1) - 1
-        own_logits, features = self._run_target(tree.tokens, positions, lengths, columns, mask)
-        target_tokens, scores = self._choose(own_logits, positions + 1)
-        path, num_accepted = accept(tree, target_tokens, shape.num_steps if shape else 0)
-        emitted = target_tokens.gather(1, path)  # [B,P]: the accepted guesses, then the bonus token
-        finite = scores.isfinite().all(1)
-        decided = broadcast(torch.cat([path, emitted, num_accepted[:, None], finite[:, None]], dim=1), self.shard)
-        path, emitted, (num_accepted, finite) = *decided[:, :-2].chunk(2, dim=1), decided[:, -2:].unbind(1)
-        if shape and shape.topk > 1:  # a chain's path lies dense already
-            self.caches[size][0].keep(lengths, path)
-        watch.mark()
-        head_finite = finite
-        if shape:  # the accepted slots anew, from the target's features instead of the head's own
-            self.hidden[:size], self.draft_logits[:size] = self._run_extend(gather_nodes(features, path), emitted, num_accepted + 1, lengths, columns)
-            head_finite = self.draft_logits[:size].amax(-1).isfinite()
-        elif self.head:  # nothing was drafted: keep the slot for later
-            rows, late = torch.arange(size, device=self.device), self.late[:size]
-            self.late_features[rows, late], self.late_tokens[rows, late] = features[:, 0], emitted[:, 0]
-            late += active
-        self.lengths[:size] += (num_accepted + 1) * active
-        if self.head:
-            self.late_rounds = 0 if shape else self.late_rounds + 1
-            if self.late_rounds == self.block:
-                self._catch_up(columns, size)
-                self.late_rounds = 0
-        self.root[:size] = emitted.gather(1, num_accepted[:, None])[:, 0]
-        watch.mark()
-        told = torch.stack([num_accepted, finite, head_finite], dim=1)
-        told = torch.cat([told, emitted], dim=1).tolist()  # the round's one transfer
-        draft, verify, extend = watch.laps()
-        decoding = [slot for slot, request in enumerate(self.slots[:size]) if request and slot not in self.read]
-        logprobs = (self._logprobs(gather_nodes(own_logits, path), emitted)
-                    if any(self.slots[slot].logprobs is not None for slot in decoding) else None)
-        begun, events = time.perf_counter(), []
-        for slot, request in [(slot, self.slots[slot]) for slot in decoding]:
-            accepted, target_is_finite, head_is_finite, *tokens = told[slot]
-            if not target_is_finite:  # NaN or inf logits: this request alone fails
-                self._finish(request, "error")
-                events.append((request, []))
-                continue
-            if not head_is_finite:
-                warnings.warn("the draft head's hidden states are not finite: its guesses are noise (the text is right all the same)")
-            new = self._emit(request, tokens[:accepted + 1])
-            if request.logprobs is not None:
-                request.told += [(own, rivals[:request.logprobs]) for own, rivals in logprobs[slot][:len(new)]]
-            if shape is None and self.head:
-                request.plain_steps += 1
-            elif len(new) == accepted + 1 or request.finish_reason == "stop":
-                request.stats.add(len(new), min(accepted, len(new)))
-            events.append((request, new))
-        host = (time.perf_counter() - begun) * 1000
-        rows = len(decoding)
-        done = RoundTime(shape, draft + extend, verify, host, rows, rows + sum(told[slot][0] for slot in decoding))
-        self.rounds.append(done)
-        if self.controllers:
-            self.controllers[size].record(shape, done.ms, done.tokens / rows)
-        return events
 
 
 def speculative_generate(target: Target, head: DraftHead | None, prompts: list[list[int]], spec: SpecConfig | None, max_new_tokens: int,
@@ -2471,9 +2539,9 @@ def first_divergence(target: Target, prompt: list[int], ours: list[int], theirs:
 
 
 # -----------------------------------------------------------------------------
-# 13. Checkpoints
+# 15. Checkpoints
 # Strict both ways; only tensors are ever unpickled; every file is written under a temporary name and renamed, so one that exists is whole.
-# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1, 2, 3, 4, 5, 7.
+# Other systems number layers and name tensors in their own ways: load_draft reads them all, or says why not. Needs: 1, 2, 3, 4, 5, 6, 8.
 
 
 def read_json(path: Path) -> dict:
@@ -2953,9 +3021,9 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
 
 
 # -----------------------------------------------------------------------------
-# 14. Text
+# 16. Text
 # Token ids are first-class everywhere above. Text needs a tokenizer: the well-kept libraries, imported where used, or plain bytes (the
-# demo's target). Needs: 13.
+# demo's target). Needs: 15.
 
 
 def require_package(name: str):
@@ -3093,8 +3161,8 @@ class TextStream:
 
 
 # -----------------------------------------------------------------------------
-# 15. Training rows
-# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 8.
+# 17. Training rows
+# A row is token ids and a mask of the tokens that the target is to have written. Five common formats become rows here. Needs: 9.
 
 
 @dataclass
@@ -3361,10 +3429,10 @@ def finished_conversations(path: Path, made: str) -> set[int]:
 
 
 # -----------------------------------------------------------------------------
-# 16. Stored features
+# 18. Stored features
 # Hidden states on disk, for training without the target: one file a row, one tensor a boundary, by name; the layout and the target stand in
 # the manifest and in every file. A row that exists is whole, so an interrupted extraction goes on with what is missing, and several
-# processes share the rows without talking. Needs: 1, 5, 13, 15.
+# processes share the rows without talking. Needs: 1, 6, 15, 17.
 
 
 def held_out_count(num_rows: int) -> int:
@@ -3485,9 +3553,9 @@ class FeatureFolder:
 
 
 # -----------------------------------------------------------------------------
-# 17. Wiring check
+# 19. Wiring check
 # Tells features that are not what they are said to be: stored hidden states are compared with all that the target computes for the same
-# tokens. (What a head without a layout was trained on: examples/probe.py.) Needs: 5.
+# tokens. (What a head without a layout was trained on: examples/probe.py.) Needs: 6.
 
 MATCH = 0.9  # similarity from which on two blocks are the same boundary; neighbouring boundaries of real models lie well below
 
@@ -3575,8 +3643,8 @@ def wiring_fault(matches: list[BlockMatch], other_weights: bool) -> tuple[str, s
 
 
 # -----------------------------------------------------------------------------
-# 18. Scripts
-# What train.py and serve.py share. Needs: 3, 14.
+# 20. Scripts
+# What train.py and serve.py share. Needs: 3, 16.
 
 
 def is_first_failure() -> bool:

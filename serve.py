@@ -252,7 +252,7 @@ def bench(args, ranks: Shard) -> dict:
     if head is None:
         raise ValueError("--bench compares with and without a head: give --draft, and not --spec none")
     prompts = read_prompts(args.bench, args, target.config)
-    size = dict(max_batch=args.max_batch, max_length=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens, sizes=(args.max_batch,))
+    size = dict(max_batch=args.max_batch, max_length=max(len(prompt.ids) for prompt in prompts) + args.max_new_tokens, one_alone=False)
     speculative = Engine(target, head, spec, **size)
     engines = {"plain": Engine(target, **size, margin=speculative.margin), "spec": speculative}
     for engine in engines.values() if args.no_compile else tqdm(engines.values(), desc="compiling", unit="engine"):  # warm-up, not timed
@@ -486,7 +486,7 @@ class Loop:
         with self.changed:
             if self.draining:
                 raise Refusal(503, "the server is shutting down")
-            waiting = len(self.jobs) - sum(map(bool, self.engine.slots))
+            waiting = len(self.jobs) - self.engine.running
             if len(self.jobs) + len(jobs) > self.max_queue + self.engine.max_batch:
                 raise Refusal(429, f"{max(0, waiting)} requests are waiting already (--max-queue {self.max_queue}): try again later")
             numbers = [next(self.numbers) for _ in jobs]
@@ -541,7 +541,7 @@ class Loop:
         if self.engine.shard.rank:
             return
         job = self.jobs[number]
-        job.events.put((job.index, tokens, request.told[len(request.output) - len(tokens):len(request.output)], request.finish_reason))
+        job.events.put((job.index, tokens, request.token_logprobs[len(request.output) - len(tokens):len(request.output)], request.finish_reason))
         self.totals["tokens"] += len(tokens)
         self.recent[int(time.monotonic())] += len(tokens)
         if request.finish_reason:
@@ -757,7 +757,7 @@ class Api:
         return {"model": self.name, "spec": [str(shape) for shape in engine.shapes] or None, "chosen_by": "auto" if engine.controllers else "flags",
                 "features": str(engine.head.config.layout) if engine.head else None, "max_batch": engine.max_batch, "max_length": engine.max_length,
                 "max_queue": loop.max_queue, "ranks": engine.shard.size, "dtype": str(engine.target.norm.weight.dtype).removeprefix("torch."),
-                "device": str(engine.device), "running": sum(map(bool, engine.slots)), "waiting": len(engine.waiting),
+                "device": str(engine.device), "running": engine.running, "waiting": len(engine.waiting),
                 "tokens": loop.totals["tokens"], "memory_gb": rounded(peak),
                 "tokens_last_10_s": sum(tokens for second, tokens in list(loop.recent.items()) if now - 10 <= second < int(now)),
                 "acceptance_length": rounded(stats.acceptance_length),
@@ -774,7 +774,7 @@ class Api:
             ("vllm:prompt_tokens_total", "counter", {"": totals["prompt tokens"]}),
             ("vllm:generation_tokens_total", "counter", {"": totals["tokens"]}),
             ("vllm:prefix_cache_hits_total", "counter", {"": totals["reused"]}),
-            ("vllm:num_requests_running", "gauge", {"": sum(map(bool, engine.slots))}),
+            ("vllm:num_requests_running", "gauge", {"": engine.running}),
             ("vllm:num_requests_waiting", "gauge", {"": len(engine.waiting)}),
             ("vllm:spec_decode_num_drafts_total", "counter", {"": stats.rounds}),
             ("vllm:spec_decode_num_accepted_tokens_total", "counter", {"": sum(stats.accepted_at.values())}),

@@ -213,7 +213,7 @@ def regenerate(args, ranks: Shard) -> dict:
     eagle3.wait_for_all(shard)  # rank 0 is about to write
     records = (found for found in enumerate(itertools.chain.from_iterable(map(eagle3.read_records, args.data)))
                if found[0] % world == rank and found[0] not in done)
-    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, sizes=(args.max_batch,))
+    engine = eagle3.Engine(target, max_batch=args.max_batch, max_length=length, one_alone=False)
     if not args.no_compile:
         engine.compile()
     running, report, tokens, begun = {}, Counter(), 0, time.perf_counter()  # running: request -> conversation
