@@ -2259,8 +2259,8 @@ class Engine:
         self.hot = self.steps  # compile() replaces them
         self.max_batch, self.max_length, self.prefill_chunk = max_batch, max_length, prefill_chunk
         self.sizes = sorted({1, max_batch}) if one_alone else [max_batch]  # rows that a round may compute
-        self.path = max((shape.num_steps + 1 for shape in shapes), default=1)  # tokens that a round may emit
-        self.room = self.patience + self.path if head else 0                   # slots that may wait
+        self.newest = max((shape.num_steps + 1 for shape in shapes), default=1)  # slots that wait behind a round
+        self.room = self.patience + self.newest if head else 0                   # and behind plain rounds, too
         # What may be written behind a row's length: the verified nodes, and in the head's cache waiting slots and the levels of the tree.
         self.margin = max([self.room, self.patience, margin] + [max(s.num_draft_tokens, (s.num_steps - 1) * s.topk) for s in shapes])
         config, like, width = target.config, target.norm.weight, head.config.layout.width if head else 0
@@ -2441,9 +2441,10 @@ class Engine:
         decoding = {index: row.request for index, row in enumerate(self.rows[:size]) if row.decodes}
         s.sampling = s.sampling.with_settings([request.sampling for request in decoding.values()])
         is_due = shape is not None or self.plain_rounds == self.patience - 1  # then there is no more room to wait
-        width = 0 if not (self.head and is_due) else self.room if self.plain_rounds else self.path
+        width = 0 if not (self.head and is_due) else self.room if self.plain_rounds else self.newest
         result = speculative_round(self.hot, s, shape, width, columns, **self.policies, mark=watch.mark)
         self.plain_rounds = 0 if shape else 1 if width else self.plain_rounds + 1
+        self.newest = shape.num_steps + 1 if shape else self.newest
         told = torch.stack([result.num_accepted, result.is_finite, result.is_clean, result.head_is_finite], dim=1)
         told = torch.cat([told, result.tokens], dim=1).tolist()  # the one transfer
         begun, events = time.perf_counter(), []
@@ -2480,7 +2481,7 @@ class Engine:
         self.hot, self.is_compiled = self.steps.compiled(), True
         chunk, self.prefill_chunk = self.prefill_chunk, max(self.prefill_chunk, self.max_batch)  # so that all of them decode at once
         shapes = self.shapes or (None,)
-        if self.is_auto:  # behind a plain round the head reads more slots
+        if self.is_auto:  # behind plain rounds the head reads more slots
             shapes = (shapes[0], None, *shapes)
         for size in self.sizes:
             for shape in shapes:
