@@ -75,6 +75,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -2577,14 +2578,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     os.replace(temporary, path)
 
 
-class PickledTensors(dict):
-    """A .bin file's tensors, to be read as a safetensors file is."""
-    get_slice = dict.__getitem__
-
-    def metadata(self) -> None:
-        return None
-
-
 def open_tensors(path: Path):
     """A lazily read safetensors file, or a .bin file; ValueError where it is torn."""
     from safetensors import SafetensorError, safe_open
@@ -2595,7 +2588,7 @@ def open_tensors(path: Path):
             raise ValueError(f"{path} cannot be read, or holds more than tensors: {str(error).splitlines()[0]}") from None
         if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise ValueError(f"{path} holds no dict of tensors")
-        return PickledTensors(tensors)
+        return SimpleNamespace(keys=tensors.keys, get_slice=tensors.__getitem__, metadata=dict)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -2887,10 +2880,9 @@ def draft_tensor_names(tensors: TensorFolder) -> dict[str, str]:
     for stored in tensors.files:
         name = stored
         for theirs, ours in TENSOR_NAMES:
-            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-        if name in names:
+            name = re.sub(f"^{re.escape(theirs)}", ours, name)
+        if names.setdefault(name, stored) != stored:
             raise ValueError(f"{tensors.folder} holds {name} twice: as {names[name]} and as {stored}")
-        names[name] = stored
     return names
 
 
@@ -2904,17 +2896,17 @@ def read_draft_ids(tensors: TensorFolder, names: dict[str, str], size: int, voca
     d2t = torch.zeros(size, dtype=torch.int64) if d2t is None else d2t.long()
     if d2t.shape != (size,) or t2d is not None and t2d.shape != (vocab_size,):
         raise ValueError(f"{rule}, and t2d {vocab_size} flags: got {[list(x.shape) for x in (d2t, t2d) if x is not None]}")
-    steps, masked = d2t.diff(), None if t2d is None else t2d.nonzero().flatten()
-    is_ascending = bool((steps > 0).all())
-    if not bool((steps >= 0).all()) or d2t[0] < 0 or d2t[-1] > vocab_size - size or masked is not None and torch.equal(masked, d2t):
-        raise ValueError(f"{rule}: it " + ("holds absolute ids; write d2t[i] - i" if is_ascending and 0 <= d2t[0] and d2t[-1] < vocab_size
-                                           else "does not"))
-    if masked is not None and not torch.equal(masked, torch.arange(size) + d2t):
+    steps, ids, masked = d2t.diff(), torch.arange(size) + d2t, None if t2d is None else t2d.nonzero().flatten()
+    is_ascending = bool((steps > 0).all())  # as absolute ids are
+    if (steps < 0).any() or d2t[0] < 0 or d2t[-1] > vocab_size - size or masked is not None and torch.equal(masked, d2t):
+        is_absolute = is_ascending and 0 <= d2t[0] and d2t[-1] < vocab_size
+        raise ValueError(f"{rule}: it {'holds absolute ids; write d2t[i] - i' if is_absolute else 'does not'}")
+    if masked is not None and not torch.equal(masked, ids):
         raise ValueError(f"{tensors.folder}: d2t and t2d contradict each other: t2d's true positions must be i + d2t[i]")
     if masked is None and size < vocab_size and (is_ascending or not d2t.any()):
         raise ValueError(f"{rule}: it is all zeros, or never has two equal neighbours, so it probably holds no map, or absolute ids; "
                          "if it is right, store t2d (the mask over the target's vocabulary), too")
-    return torch.arange(size) + d2t
+    return ids
 
 
 def layout_readings(config: dict, target: TargetConfig) -> dict[str, list[tuple[int, ...]]]:
@@ -2939,25 +2931,24 @@ def read_layout(config: dict, metadata: dict, stated: FeatureLayout | None, targ
     """The layout that a head carries, our feature_layout or else what its layer ids mean, or if it carries none the stated one; compared
     with every other place that states one. Raises LayoutMismatch where they differ, or where it takes --layers to tell."""
     own = [FeatureLayout.from_dict(x) for x in (config.get("feature_layout"), json.loads(metadata.get("feature_layout", "null"))) if x]
-    ours, readings = f"the draft head's ({where})", {} if own else layout_readings(config, target)
+    if own and "eagle_aux_hidden_state_layer_ids" in config:
+        own.append(replace(own[0], boundaries=tuple(config["eagle_aux_hidden_state_layer_ids"])))
+    for other in own[1:]:
+        own[0].require(other, f"{where}/config.json's", "the one in its weight file, or its eagle_aux_hidden_state_layer_ids")
+    readings = {} if own else layout_readings(config, target)
     possible = list(dict.fromkeys(b for found in readings.values() for b in found))
     agreed = [b for b in possible if all(b in found for found in readings.values())]
     layouts = own[:1] or [FeatureLayout(b, target.hidden_size, target.num_layers) for b in agreed or possible]
-    if own:
-        own[0].require(own[-1], f"{where}/config.json's", "its weight file's")
-        if "eagle_aux_hidden_state_layer_ids" in config:
-            own[0].require(replace(own[0], boundaries=tuple(config["eagle_aux_hidden_state_layer_ids"])), ours,
-                           "its own eagle_aux_hidden_state_layer_ids")
-    elif len(agreed) != 1 and (stated is None or layouts and stated not in layouts):
+    if not own and len(agreed) != 1 and (stated is None or layouts and stated not in layouts):
         text = lambda found: " or ".join(",".join(map(str, b)) for b in found) or "nothing here"
         says = "; ".join(f"{key} can mean {text(found)}" for key, found in readings.items()) or "it lists no layer ids"
+        usual = layouts or [FeatureLayout.default(target.hidden_size, target.num_layers)]
         raise LayoutMismatch(
             f"{where} does not say for certain which hidden states it was trained on ({says}), and no default is assumed: state them with "
             "--layers (boundaries: 0 is the embedding, b the output of decoder layer b-1 counted from 0), such as --layers "
-            f"{', or '.join(x.flag for x in layouts or [FeatureLayout.default(target.hidden_size, target.num_layers)])}; or let "
-            "examples/probe.py find out")
+            f"{', or '.join(layout.flag for layout in usual)}; or let examples/probe.py find out")
     layout = layouts[0] if own or len(agreed) == 1 else stated
-    layout.require(stated or layout, ours, "the one stated with --layers")
+    layout.require(stated or layout, f"the draft head's ({where})", "the one stated with --layers")
     return layout
 
 
@@ -2977,18 +2968,6 @@ def read_draft_config(folder: str | Path, target: TargetConfig, stated: FeatureL
     sizes, flags = read_sizes(config), {flag: bool(config.get(flag, False)) for flag in DraftConfig.FLAGS}
     drafted = config.get("draft_vocab_size", sizes["vocab_size"])
     return DraftConfig(layout, draft_vocab_size=drafted, rope=RopeConfig.from_json(config), **sizes, **flags)
-
-
-def require_own_embedding(stored: TensorFolder, name: str, target: Target | TargetEnds) -> None:
-    """Raise ValueError unless a head's own embedding is the target's, but for rounding to either's dtype."""
-    own, shape = target.embed_tokens.weight, [target.config.vocab_size, target.config.hidden_size]
-    if stored.shape(name) != shape:
-        raise ValueError(f"{stored.folder}: {name} is {stored.shape(name)}, the target's is {shape}")
-    theirs = stored.tensor(name, getattr(target.embed_tokens, "split", None)).to(own.device)
-    narrow = min(own.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
-    if not torch.allclose(own.to(narrow), theirs.to(narrow), rtol=0, atol=1e-6):
-        raise ValueError(f"{stored.folder}: {name} differs from the target's embedding (another target, or trained along?): "
-                         "here a head shares the target's, so this one cannot be served")
 
 
 def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: FeatureLayout | None = None,
@@ -3013,8 +2992,13 @@ def load_draft(folder: str | Path, target: Target | TargetEnds, stated_layout: F
                   (r"(^|\.)(d2t|t2d|embed_tokens\.weight)$", r"rotary_emb\.inv_freq$"))
     head.d2t, head.t2d = (torch.empty(x.shape, dtype=x.dtype, device=weight.device) for x in (head.d2t, head.t2d))
     head.set_draft_ids(read_draft_ids(tensors, names, config.draft_vocab_size, config.vocab_size))
-    if "embed_tokens.weight" in names and not config.has_own_embedding:
-        require_own_embedding(tensors, names["embed_tokens.weight"], target)
+    if "embed_tokens.weight" in names and not config.has_own_embedding:  # it must be the target's, but for rounding to either's dtype
+        own, name = target.embed_tokens.weight, names["embed_tokens.weight"]
+        theirs = tensors.tensor(name, getattr(target.embed_tokens, "split", None)).to(own.device)
+        narrow = min(own.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
+        if own.shape != theirs.shape or not torch.allclose(own.to(narrow), theirs.to(narrow), rtol=0, atol=1e-6):
+            raise ValueError(f"{folder}: {name} differs from the target's embedding (another target, or trained along?): here a head shares "
+                             "the target's, so this one cannot be served")
     broken = [name for name, parameter in head.named_parameters() if not parameter.isfinite().all()]
     if broken:
         raise ValueError(f"{folder}: {', '.join(broken)} is not finite (in {weight.dtype}): the head cannot guess")
